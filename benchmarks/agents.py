@@ -32,7 +32,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings
 from slipstream.drafters.datastore.embedding import InputEmbeddings
-from slipstream.drafters.datastore.memory import Memory
+from slipstream.drafters.datastore.memory import ResponseMemory
 from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
 from slipstream.models.tables import TableScorer
 
@@ -82,7 +82,9 @@ def replay(found: Sequence[Sequence[Turn]], source: str, weights: Tensor, args: 
     """Replay all conversations in order with drafts from one of SOURCES -> its figures."""
     stats: list[Stats] = []
     with TemporaryDirectory() as folder:
-        memory = Memory(Path(folder) / "memory.sqlite", InputEmbeddings(weights)) if "memory" in source else None
+        memory = (
+            ResponseMemory(Path(folder) / "memory.sqlite", InputEmbeddings(weights)) if "memory" in source else None
+        )
         said: list[list[int]] = []
         for conversation in found:
             corpus = Corpus.build(said, len(weights)) if "corpus" in source and said else None

@@ -37,16 +37,16 @@ from slipstream.decoding.decoder import NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.frames import Frame, Kind
+from slipstream.drafters.remote.frames import Frame, FrameType
 from slipstream.drafters.remote.link import Missed
-from slipstream.drafters.remote.messages import AskRow, Mode, OpenRow, ask_frame, read_drafts
+from slipstream.drafters.remote.messages import AskRow, DraftMode, OpenRow, ask_frame, read_drafts
 from slipstream.drafters.specification import drafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import embedded, load
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import beats
 from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
-from slipstream.plan.predict import Outline, PlanCosts, Tally, predict
+from slipstream.plan.predict import AcceptanceCounts, Outline, PlanCosts, predict
 
 QUESTIONS = 60
 """The number of requests of which the round-trip time is the median."""
@@ -124,7 +124,7 @@ def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
     Only the first request makes the server draft; the others ask for the same tokens again.
     """
     link, times, row = remote.link, list[float](), 1 << 30
-    link.tell(link.generation, [OpenRow(row, Mode.GUESS, {"temperature": 0.0}, text, len(text)).frame()])
+    link.tell(link.generation, [OpenRow(row, DraftMode.GUESS, {"temperature": 0.0}, text, len(text)).frame()])
     for number in range(QUESTIONS + 1):
         begin, sequence = perf_counter(), (1 << 30) + number
         question = ask_frame(sequence, [AskRow(row, len(text), (), gamma)], False)
@@ -132,11 +132,11 @@ def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
         if isinstance(answer, Missed) or len(read_drafts(answer, remote.vocab)[0].tokens) != gamma:
             raise SystemExit("the server does not answer.")
         times.append(perf_counter() - begin)
-    link.tell(link.generation, [Frame(Kind.CLOSE, 0, {"row": row})])
+    link.tell(link.generation, [Frame(FrameType.CLOSE, 0, {"row": row})])
     return median(times[1:])
 
 
-def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[Tally], PlanCosts]:
+def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[AcceptanceCounts], PlanCosts]:
     """Measure acceptance and costs with the draft in this process."""
     plain, [record], _ = sweep(engine.decoder, [local], task, most, lambda name: None)
     return record.tallies, record.costs(plain)
@@ -180,7 +180,10 @@ class Place:
 
 
 def lines(
-    place: Place, known: tuple[list[Tally], PlanCosts], found: dict[int, list[tuple[Speed, Speed]]], length: int
+    place: Place,
+    known: tuple[list[AcceptanceCounts], PlanCosts],
+    found: dict[int, list[tuple[Speed, Speed]]],
+    length: int,
 ) -> list[dict[str, Any]]:
     """Return the measured and the predicted speed-up for each gamma at one delay."""
     tallies, costs = known

@@ -12,8 +12,8 @@ from typing import Any
 from slipstream.core.protocols import Drafter
 from slipstream.drafters.remote.address import Settings
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use
-from slipstream.drafters.remote.frames import HEAD, Frame, Kind, decode_body, decode_head, encode
-from slipstream.drafters.remote.hello import Vocabulary
+from slipstream.drafters.remote.frames import HEAD, Frame, FrameType, decode_body, decode_head, encode
+from slipstream.drafters.remote.hello import VocabularySketch
 from slipstream.drafters.remote.link import Connection, Missed
 from slipstream.drafters.remote.messages import AskRow, DraftRow, OpenRow, draft_frame, read_ask
 from slipstream.serve.drafts.rows import DraftRows
@@ -51,7 +51,7 @@ class Here:
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
         """See `Link`."""
         for frame in map(over_the_wire, frames):
-            if frame.kind == Kind.OPEN:
+            if frame.kind == FrameType.OPEN:
                 self.opened.append(OpenRow.read(frame, IDS))
                 self.rows.open(1, self.opened[-1])
             else:
@@ -88,7 +88,7 @@ class Liar:
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
         """See `Link`."""
         for frame in frames:
-            if frame.kind == Kind.OPEN:
+            if frame.kind == FrameType.OPEN:
                 self.texts[frame.number("row")] = list(OpenRow.read(frame, IDS).text)
 
     def strike(self) -> None:
@@ -102,7 +102,7 @@ class Liar:
 def serving(drafter: Drafter, vocab: int, port: int = 0, tls: Any = None, **settings: Any) -> Iterator[int]:
     """A draft server in a thread -> its port."""
     listener = socket.create_server(("127.0.0.1", port))
-    vocabulary = settings.pop("vocabulary", Vocabulary(vocab))
+    vocabulary = settings.pop("vocabulary", VocabularySketch(vocab))
     server = DraftServer(drafter, DraftSettings("toy", vocabulary, **settings), listener, tls)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -119,7 +119,7 @@ def serving(drafter: Drafter, vocab: int, port: int = 0, tls: Any = None, **sett
 def connected(port: int, vocab: int, **settings: Any) -> Iterator[RemoteDrafter]:
     """A drafter that uses the server at a port."""
     connection_settings = Settings("127.0.0.1", port, **{"backoff": 0.02, "longest_backoff": 0.1, **settings})
-    connection = Connection(connection_settings, Vocabulary(vocab))
+    connection = Connection(connection_settings, VocabularySketch(vocab))
     try:
         with suppress(ValueError):
             connection.first_word(5)
@@ -141,7 +141,7 @@ class Wire:
     something back.
     """
 
-    def __init__(self, port: int, fault: Fault, kinds: Sequence[Kind] = (Kind.DRAFT,)) -> None:
+    def __init__(self, port: int, fault: Fault, kinds: Sequence[FrameType] = (FrameType.DRAFT,)) -> None:
         self.upstream, self.fault, self.kinds = port, fault, kinds
         self.spoilt, self.kept = 0, list[bytes]()
         self.ended = threading.Event()
@@ -192,7 +192,7 @@ class Wire:
         while not self.ended.is_set():
             head = self._exactly(server, HEAD.size)
             data = head + self._exactly(server, HEAD.unpack(head)[-1])
-            if Kind(HEAD.unpack(head)[2]) not in self.kinds:
+            if FrameType(HEAD.unpack(head)[2]) not in self.kinds:
                 client.sendall(data)
                 continue
             self.spoilt += 1

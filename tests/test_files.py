@@ -25,10 +25,10 @@ from slipstream.drafters.ngram_model import NgramModel
 from slipstream.engine import plan_file
 from slipstream.engine.plan_file import Plan
 from slipstream.files import (
-    Kind,
     Picture,
     Recognisable,
-    Text,
+    TensorFileKind,
+    TextFileKind,
     WriteError,
     atomic_write,
     check_folder,
@@ -37,7 +37,7 @@ from slipstream.files import (
     save_tensors,
 )
 
-KIND = Kind("toy", "slipstream.toy", "1", "make it again")
+KIND = TensorFileKind("toy", "slipstream.toy", "1", "make it again")
 TENSORS = {"a": torch.arange(6).to(torch.uint16), "b": torch.tensor([[0.5]], dtype=torch.bfloat16)}
 
 
@@ -180,7 +180,9 @@ OURS = {"format": "slipstream.toy", "version": "1"}
         (KIND, {"format": "slipstream.toy 1"}, "is slipstream.toy 1, this release reads slipstream.toy version 1"),
     ],
 )
-def test_another_format_or_version_is_named(tmp_path: Path, kind: Kind, head: dict[str, str], says: str) -> None:
+def test_another_format_or_version_is_named(
+    tmp_path: Path, kind: TensorFileKind, head: dict[str, str], says: str
+) -> None:
     save_file(TENSORS, tmp_path / "file", head)
     with pytest.raises(ValueError, match=says) as error:
         load_tensors(tmp_path / "file", kind)
@@ -254,7 +256,7 @@ KINDS: dict[str, Recognisable] = {
     "tensors": KIND,
     "plan": plan_file.KIND,
     "svg": Picture(),
-    "page": Text("page", "<html"),
+    "page": TextFileKind("page", "<html"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from slipstream.training.lessons import Batch, Lessons
+from slipstream.training.lessons import LessonBatch, Lessons
 from slipstream.training.objectives import kl_then_tv
 from slipstream.training.optimizers import muon_and_adam
 from slipstream.training.trainer import Progress
@@ -26,7 +26,7 @@ TEXT_TOKENS = 600_000  # tokens of the windows of text, in all processes togethe
 TOKENS = 4096  # the approximate number of tokens of a batch of one process
 
 
-def distillation_loss(draft: LlamaForCausalLM, batch: Batch, used: torch.Tensor) -> torch.Tensor:
+def distillation_loss(draft: LlamaForCausalLM, batch: LessonBatch, used: torch.Tensor) -> torch.Tensor:
     """Return the loss of a batch: forward KL that turns into total variation, which is exactly the rejection rate."""
     log_q = functional.log_softmax(logits_of(draft, batch.tokens)[:, :-1].float(), -1).gather(-1, batch.ids)
     return (kl_then_tv(batch.log_p, log_q, used) * batch.real).sum() / batch.real.sum()

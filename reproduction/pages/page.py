@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.pages.sheet import Sheet, markdown
-from slipstream.files import Text, atomic_write
+from slipstream.files import TextFileKind, atomic_write
 
-KIND = Text("page of the paper", "# The paper, reproduced\n")
+KIND = TextFileKind("page of the paper", "# The paper, reproduced\n")
 """The first line that tells the page from other files."""
 
 INTRODUCTION = """\

@@ -129,7 +129,7 @@ class Recognisable(Protocol):
 
 
 @dataclass(frozen=True)
-class Text:
+class TextFileKind:
     """A kind of text file, recognised by a mark in its first 4096 bytes, such as the first line of a page."""
 
     what: str
@@ -235,7 +235,7 @@ CHECKSUM, LONGEST_HEADER = "checksum", 100_000_000
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorFileKind:
     """A kind of safetensors file: `format` and `version` are in its header, `what` and `remedy` in messages."""
 
     what: str  # "n-gram model"
@@ -260,7 +260,7 @@ class Kind:
         return ValueError(f"{path} is damaged ({fault}): {self.remedy}.")
 
 
-def save_tensors(path: Name, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+def save_tensors(path: Name, kind: TensorFileKind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
     """Write contiguous tensors and a header, atomically. Raises WriteError if the system refuses."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -276,7 +276,7 @@ def save_tensors(path: Name, kind: Kind, tensors: Mapping[str, Tensor], about: M
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def load_tensors(path: Name, kind: Kind) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load_tensors(path: Name, kind: TensorFileKind) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a file's tensors, mapped into memory, and its header. All of it is read once, for its checksum.
 
     Raises ValueError in one sentence if the file is damaged, of another format or of another version.

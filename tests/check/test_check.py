@@ -852,7 +852,7 @@ def test_noncentral_tails_are_those_of_shifted_normals(x: float, freedom: int, s
     assert chi2.tail(x, freedom, shift) == pytest.approx(seen, abs=5e-3)
 
 
-def _tally(count: int, bias: float, seed: int) -> chi2.Tally:
+def _tally(count: int, bias: float, seed: int) -> chi2.CellCounts:
     """Tokens whose cells have changing chances; half of the mass of cell 0 and 1 moves by the bias."""
     generator = torch.Generator().manual_seed(seed)
     shape = torch.tensor([[5.0, 3.0, 1.5, 0.5], [1.0, 4.0, 3.0, 0.1]])[torch.arange(count) % 2]
@@ -860,7 +860,7 @@ def _tally(count: int, bias: float, seed: int) -> chi2.Tally:
     real = chances.clone()
     real[:, 0] -= bias
     real[:, 1] += bias
-    tally = chi2.Tally(4)
+    tally = chi2.CellCounts(4)
     tally.add(chances, torch.multinomial(real, 1, generator=generator)[:, 0])
     return tally
 

@@ -15,9 +15,9 @@ import pytest
 
 import slipstream
 from processes import Command
-from slipstream.serve.batch.forms import Answer
+from slipstream.serve.batch.forms import ServerReply
 from slipstream.serve.batch.journal import Journal
-from slipstream.serve.batch.lines import Line
+from slipstream.serve.batch.lines import BatchLine
 from terminal import run
 
 PROMPTS = ["x =", "import", "class A", "def f(x):", "for i in", "return"]
@@ -73,7 +73,7 @@ def test_a_run_goes_on_where_it_was_and_texts_do_not_depend_on_it(
     assert run("batch", file, "--out", str(whole), "--max-rows", "4").exit_code == 0
     write, written = Journal.write, list[int]()
 
-    def write_and_die(journal: Journal, line: Line, answer: Answer) -> None:
+    def write_and_die(journal: Journal, line: BatchLine, answer: ServerReply) -> None:
         write(journal, line, answer)
         written.append(line.index)
         if len(written) % 2 == 0:

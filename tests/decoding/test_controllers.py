@@ -24,7 +24,7 @@ from slipstream.core.draws import Rng
 from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.decoding.adaptive import Adaptive, Chances, Kind, Learned, Time
+from slipstream.decoding.adaptive import Adaptive, Chances, Learned, RoundKind, Time
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
@@ -205,7 +205,7 @@ class Prepared:
 
 def on_the_edge() -> Learned:
     """A state in which one round decides whether and how far to speculate."""
-    alone = Kind(1, sampled=True)
+    alone = RoundKind(1, sampled=True)
     rest, draft = {0: 1.0, 1: 1.1, 2: 1.2}, {1: 0.3, 2: 0.55}
     times = {
         (part, alone): {depth: Time(3, level) for depth, level in levels.items()}
@@ -231,7 +231,7 @@ def test_the_law_is_exact_where_one_row_of_a_batch_drafts_now_and_then(rule: Rul
     target, small = PAIRS["generic"]
     drafted = set[bool]()
     known = on_the_edge()
-    pair = {(part, Kind(2, kind.sampled)): levels for (part, kind), levels in known.times.items()}
+    pair = {(part, RoundKind(2, kind.sampled)): levels for (part, kind), levels in known.times.items()}
 
     def run(rng: Rng) -> tuple[int, ...]:
         chooser = Prepared(Adaptive(2), replace(known, times={**known.times, **pair}, stands={}), set())
@@ -414,7 +414,7 @@ def test_nothing_is_drafted_that_the_account_cannot_pay() -> None:
 
 def test_one_row_drafts_until_tokens_were_tested_and_rows_that_cost_more_than_they_gain_never_do() -> None:
     rows = [Row(request([1] * 100, 60, key=index), index, [1] * 100) for index in range(4)]
-    four, one = Kind(4, sampled=True), Kind(1, sampled=True)
+    four, one = RoundKind(4, sampled=True), RoundKind(1, sampled=True)
     times = {
         ("rest", four): {0: Time(3, 1.0), 1: Time(3, 1.1)},
         **{("draft", kind): {1: Time(3, 0.1)} for kind in (one, four)},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.draws import DrawnBy, Key, Purpose, Rng, Within, draw_coupled
+from slipstream.core.draws import DrawnBy, Key, Purpose, Rng, ScopedDraws, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.round import Context
@@ -202,7 +202,7 @@ def test_names_of_inner_draws_tell_the_outer_origin() -> None:
         keys.append(key)
         return torch.zeros(2, 1, dtype=torch.long)
 
-    rng = Within(Within(DrawnBy(listen), "inner.1", ((7, 2), (9, 0))), "inner.0", ((5, 1), (9, 0)))
+    rng = ScopedDraws(ScopedDraws(DrawnBy(listen), "inner.1", ((7, 2), (9, 0))), "inner.0", ((5, 1), (9, 0)))
     rng(Law(probs=torch.ones(2, 1, 3)), Key((0, 0), (1, 2), (6, 11), (6, 11), Purpose.DRAFT))
     assert keys == [Key((0, 0), (1, 2), (7, 9), (9, 11), Purpose.DRAFT, scope=("inner.1", "inner.0"))]
     assert keys[0].name == "inner.1.inner.0.draft"  # the numbers of a seed are made from it

@@ -33,7 +33,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import ngram_model as ngram
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import FALLBACK, NgramModel, OnlineCounts, Table, discounts
-from slipstream.files import Kind, save_tensors
+from slipstream.files import TensorFileKind, save_tensors
 from slipstream.models.causal import CausalScorer
 from toys import (
     EXACT,
@@ -396,7 +396,7 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, damage: st
     arrays, about = load_file(path), {"format": "slipstream.ngram", "version": "2", "order": "3", "vocab": "6"}
     change, message = DAMAGES[damage]
     change(arrays, about)
-    kind = Kind("n-gram model", about.pop("format"), about.pop("version"), "build it again")
+    kind = TensorFileKind("n-gram model", about.pop("format"), about.pop("version"), "build it again")
     save_tensors(path, kind, {name: torch.from_numpy(array) for name, array in arrays.items()}, about)
     with pytest.raises(ValueError, match=message) as error:
         NgramModel.load(path)

@@ -16,7 +16,7 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.specification import Chain, OneOf, Part, drafter, parse
+from slipstream.drafters.specification import Chain, DrafterTerm, OneOf, drafter, parse
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.packing import lowest_bits
 from slipstream.measure.environment import scorers
@@ -34,33 +34,33 @@ def context() -> BuildContext:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("gpt2", Part("model", "gpt2")),
-        ("Qwen/Qwen2.5-0.5B", Part("model", "Qwen/Qwen2.5-0.5B")),
-        ("./lookup", Part("model", "./lookup")),
-        (r"C:\models\tiny", Part("model", r"C:\models\tiny")),
-        ("model:lookup", Part("model", "lookup")),
-        ("tiny?dtype=bfloat16", Part("model", "tiny", (("dtype", "bfloat16"),))),
-        (" lookup ", Part("lookup")),
-        ("ngram:C:/a.ngram", Part("ngram", "C:/a.ngram")),
-        ("lookup?factor=2&offset=0", Part("lookup", "", (("factor", "2"), ("offset", "0")))),
-        ("lookup?prompt_lookup_max=3", Part("lookup", "", (("max_matching_ngram_size", "3"),))),
+        ("gpt2", DrafterTerm("model", "gpt2")),
+        ("Qwen/Qwen2.5-0.5B", DrafterTerm("model", "Qwen/Qwen2.5-0.5B")),
+        ("./lookup", DrafterTerm("model", "./lookup")),
+        (r"C:\models\tiny", DrafterTerm("model", r"C:\models\tiny")),
+        ("model:lookup", DrafterTerm("model", "lookup")),
+        ("tiny?dtype=bfloat16", DrafterTerm("model", "tiny", (("dtype", "bfloat16"),))),
+        (" lookup ", DrafterTerm("lookup")),
+        ("ngram:C:/a.ngram", DrafterTerm("ngram", "C:/a.ngram")),
+        ("lookup?factor=2&offset=0", DrafterTerm("lookup", "", (("factor", "2"), ("offset", "0")))),
+        ("lookup?prompt_lookup_max=3", DrafterTerm("lookup", "", (("max_matching_ngram_size", "3"),))),
     ],
 )
-def test_a_prefix_is_a_kind_only_if_the_table_knows_it(text: str, part: Part) -> None:
+def test_a_prefix_is_a_kind_only_if_the_table_knows_it(text: str, part: DrafterTerm) -> None:
     assert parse(text) == part
 
 
-A, B, C = Part("model", "a"), Part("model", "b"), Part("lookup")
+A, B, C = DrafterTerm("model", "a"), DrafterTerm("model", "b"), DrafterTerm("lookup")
 
 
 @pytest.mark.parametrize(
     ("text", "syntax"),
     [
         ("a>b", Chain((A, B))),
-        ("a > b > x/y", Chain((A, B, Part("model", "x/y")))),
+        ("a > b > x/y", Chain((A, B, DrafterTerm("model", "x/y")))),
         ("lookup|a>b", OneOf((C, Chain((A, B))))),
         ("lookup|a||b", OneOf((OneOf((C, A)), B), measured=True)),
-        ("lookup?gamma=2>a", Chain((Part("lookup", "", (("gamma", "2"),)), A))),
+        ("lookup?gamma=2>a", Chain((DrafterTerm("lookup", "", (("gamma", "2"),)), A))),
     ],
 )
 def test_chains_bind_tighter_than_choices(text: str, syntax: Any) -> None:

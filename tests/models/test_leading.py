@@ -19,7 +19,7 @@ from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters.model import ModelDrafter
 from slipstream.execution.ranks import RankLost, Ranks
 from slipstream.models.causal import CausalScorer
-from slipstream.models.leading import Follower, LeadingScorer, Part
+from slipstream.models.leading import FollowingRank, LeadingScorer, ModelShard
 from toys import FAMILIES, ragged, tiny
 
 NUMBER = 0
@@ -30,7 +30,7 @@ class Both:
     """The scorer of the rank that leads, and the rank that follows in a thread, with how that has ended."""
 
     leading: LeadingScorer
-    follower: Follower
+    follower: FollowingRank
     thread: threading.Thread
     faults: list[Exception]
 
@@ -50,8 +50,8 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     monkeypatch.setattr("slipstream.execution.ranks.PATIENCE", 1.0)
     monkeypatch.setattr("slipstream.execution.ranks.CLOSING", 0.1)
     ours, its = Pipe()
-    ranks, follower = Ranks(0, 2, {1: ours}), Follower(Ranks(1, 2, {0: its}))
-    parts = [Part(CausalScorer(tiny(FAMILIES["llama"]))) for _ in range(2)]
+    ranks, follower = Ranks(0, 2, {1: ours}), FollowingRank(Ranks(1, 2, {0: its}))
+    parts = [ModelShard(CausalScorer(tiny(FAMILIES["llama"]))) for _ in range(2)]
     follower.parts[NUMBER] = parts[1]
     faults: list[Exception] = []
 

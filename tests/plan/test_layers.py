@@ -12,7 +12,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.models.causal import CausalScorer
 from slipstream.plan import layers as exits
-from slipstream.plan.layers import Finish, Search, Trial, first_layers, search_exit, texts_of, thinned
+from slipstream.plan.layers import Finish, LayerSearch, Trial, first_layers, search_exit, texts_of, thinned
 from toys import FAMILIES, SAMPLE, request, tiny
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
@@ -95,9 +95,9 @@ def test_a_draft_that_costs_too_much_does_not_race(monkeypatch: pytest.MonkeyPat
 def test_plain_decoding_may_win_the_race() -> None:
     slow, fast = Finish((0,), 2, 90.0, 0.9), Finish((0, 1), 3, 120.0, 1.2)
     trials: tuple[Trial, ...] = ()
-    assert Search(100.0, trials, (slow,)).layers == ()
-    assert Search(100.0, trials, (slow,)).as_dict()["best"] is None
-    assert Search(100.0, trials, (slow, fast)).layers == (0, 1)
+    assert LayerSearch(100.0, trials, (slow,)).layers == ()
+    assert LayerSearch(100.0, trials, (slow,)).as_dict()["best"] is None
+    assert LayerSearch(100.0, trials, (slow, fast)).layers == (0, 1)
 
 
 def test_nothing_to_measure_on_is_an_error() -> None:

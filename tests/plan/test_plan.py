@@ -47,7 +47,7 @@ from slipstream.plan.exports import export
 from slipstream.plan.from_figures import as_curve, promise
 from slipstream.plan.measure import Ledger, PlanTask, Sweep, sweep
 from slipstream.plan.planner import PlanSettings, make
-from slipstream.plan.predict import Outline, PlanCosts, Survival, Tally, emitting, states, survival
+from slipstream.plan.predict import AcceptanceCounts, Outline, PlanCosts, Survival, emitting, states, survival
 from slipstream.theory import walltime_factor
 from toys import FAMILIES, HF_VOCAB, tiny
 
@@ -255,15 +255,17 @@ def test_ctrl_c_keeps_the_predictions(clock: Clock, monkeypatch: pytest.MonkeyPa
 
 
 def test_survival_is_the_product_limit() -> None:
-    tallies = [Tally((10, 5, 2), (5, 2, 1)), Tally((10, 7), (7, 7))]
+    tallies = [AcceptanceCounts((10, 5, 2), (5, 2, 1)), AcceptanceCounts((10, 7), (7, 7))]
     assert survival(tallies) == pytest.approx([12 / 20, 12 / 20 * 9 / 12, 12 / 20 * 9 / 12 * 1 / 2])
-    assert survival([Tally((4, 0), (0, 0))]) == [0, 0]
+    assert survival([AcceptanceCounts((4, 0), (0, 0))]) == [0, 0]
     assert survival([]) == []
 
 
 def test_states_of_a_text() -> None:
     """Pooled shares 12/20 and 9/12; in flow 6/8 and 6/6; each state gets one pooled round more."""
-    found = states([Tally((10, 5), (5, 2)), Tally((10, 7), (7, 7), flow_tested=(8, 6), flow_kept=(6, 6))])
+    found = states(
+        [AcceptanceCounts((10, 5), (5, 2)), AcceptanceCounts((10, 7), (7, 7), flow_tested=(8, 6), flow_kept=(6, 6))]
+    )
     first, second = (6 + 0.6) / 13, (3 + 0.75) / 7
     assert found.pause == pytest.approx((first, first * second))
     first, second = (6 + 0.6) / 9, (6 + 0.75) / 7
@@ -370,7 +372,7 @@ def test_intervals_cover() -> None:
             alpha = rng.choice((0.3, 0.5, 0.9))
             kept = [min(2, next(i for i in range(9) if i == 8 or rng.random() > alpha)) for _ in range(40)]
             first, second = sum(k >= 1 for k in kept), sum(k >= 2 for k in kept)
-            tallies.append(Tally((40, first), (first, second), alpha * 40, 40))
+            tallies.append(AcceptanceCounts((40, first), (first, second), alpha * 40, 40))
         found = predict.predict(tallies, costs, outline).best
         hits += found.low <= truth * found.factor / found.long <= found.high
     assert hits >= 45
@@ -434,7 +436,7 @@ def test_a_plan_for_a_draft_elsewhere_pays_for_its_distance() -> None:
     """Whole rounds of 1 s, of which drafting 2 tokens takes 0.2: what is away costs that, less what is ready."""
     plain, ours = (beat(1),) * 5, (Beat(1, 0, 3, 0.2, 0.8, 0.0),) * 5
     here = PlanCosts(1, plain, ours, (2,) * 5)
-    kept = states([Tally((20, 10), (10, 5), 10.0, 20)])
+    kept = states([AcceptanceCounts((20, 10), (10, 5), 10.0, 20)])
     local, drafting = here.round(2), here.draft(2)
     never = Survival((0.0, 0.0), (0.0, 0.0))
     assert here.lasting(2, kept) == local

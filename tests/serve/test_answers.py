@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 
-from slipstream.serve.answers import CompletionAnswer, Metrics, TextChoice
+from slipstream.serve.answers import AnswerMetrics, CompletionAnswer, TextChoice
 
 
 def completion(text: str, **fields: float) -> CompletionAnswer:
     choice = TextChoice(index=0, text=text, finish_reason=None)
-    metrics = Metrics(**fields) if fields else None
+    metrics = AnswerMetrics(**fields) if fields else None
     return CompletionAnswer(id="1", created=0, model="m", system_fingerprint="f", choices=[choice], metrics=metrics)
 
 

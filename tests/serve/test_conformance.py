@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from serve.conftest import ServerProcess
-from slipstream.serve.schema import Speculation
+from slipstream.serve.schema import SpeculationOptions
 
 CHECKS: Any = [
     not_a_server_error,
@@ -80,7 +80,7 @@ def made_plain(case: Any, answer: Any) -> bool:
     """Put something plain in the place of the field that an error names, or leave it out -> whether that was done."""
     body, named = case.body, answer.json()["error"]["param"]
     plain = SHORT if named == LENGTHS.get(case.path) else PLAIN.get(named)
-    holder = body.get("speculative") if isinstance(body, dict) and named in Speculation.model_fields else body
+    holder = body.get("speculative") if isinstance(body, dict) and named in SpeculationOptions.model_fields else body
     if not isinstance(holder, dict) or holder.get(named) in (None, plain):
         return False
     holder[named] = plain

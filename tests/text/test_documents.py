@@ -18,7 +18,7 @@ from slipstream.cli import app as cli
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import MEMORY, Datastore
-from slipstream.drafters.datastore.memory import Memory
+from slipstream.drafters.datastore.memory import ResponseMemory
 from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import EMBEDDED, load_tokenizer
@@ -116,7 +116,7 @@ def test_build_and_info(tmp_path: Path) -> None:
 
 
 def test_forget(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / MEMORY, Spelled())
+    memory = ResponseMemory(tmp_path / MEMORY, Spelled())
     memory.add("alice", [1], [2])
     memory.add("bob", [1], [3])
     assert "memory of alice: 1 responses" in run("info", tmp_path).stdout

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slipstream.core.source import Frame
+from slipstream.core.source import SourceFrame
 from slipstream.core.stats import Stats
 from slipstream.decoding.rules import rule
 from slipstream.measure.racing import Spread
@@ -82,7 +82,7 @@ class BenchTask:
     max_new_tokens: int
     eos: frozenset[int]
     seed: int
-    frame: Frame | None = None
+    frame: SourceFrame | None = None
 
 
 @dataclass(frozen=True)

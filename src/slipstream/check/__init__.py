@@ -16,7 +16,7 @@ import torch
 
 from slipstream.check import questions as parts
 from slipstream.check.case import BATCH, Case, CheckSettings, Listener
-from slipstream.check.report import Answer, CheckReport, Control, Difference, Part
+from slipstream.check.report import CheckHalf, CheckReport, Control, Difference, Finding
 from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import NoDraft
@@ -26,7 +26,7 @@ from slipstream.engine.requests import Prompt
 from slipstream.kernels.packing import precision_of
 from slipstream.models.loading.encoder_dtype import encoder_dtype
 
-__all__ = ["Answer", "CheckReport", "CheckSettings", "Control", "Difference", "Part", "check"]
+__all__ = ["CheckHalf", "CheckReport", "CheckSettings", "Control", "Difference", "Finding", "check"]
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.core.request import Request, Sampler
-from slipstream.core.source import Frame
+from slipstream.core.source import SourceFrame
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import Rule
 from slipstream.measure.requests import request_for
@@ -60,7 +60,7 @@ class Case:
     decode: Callable[[Sequence[int]], str]
     listener: Listener
     batch: int = BATCH
-    frame: Frame | None = None
+    frame: SourceFrame | None = None
 
     @property
     def gamma(self) -> int:

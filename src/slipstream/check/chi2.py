@@ -48,7 +48,7 @@ def _solve(reached: Callable[[float], bool]) -> float:
     return high
 
 
-class Tally:
+class CellCounts:
     """Counts of tokens in cells, compared with the chances that the target's laws give.
 
     The cells of a token may depend on the text before it, and so may their chances. Observed minus expected is then a

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from slipstream.check.record import Emission, Text
+from slipstream.check.record import Emission, RecordedText
 from slipstream.check.report import Difference
 from slipstream.core.draws import Key, Purpose, Rng
 from slipstream.core.law import Law, distance
@@ -58,7 +58,7 @@ class Rounding:
         self.spread = max(self.spread, float(plain[plain.isfinite()].float().std(correction=0)))
         self.dtype = plain.dtype
 
-    def see_whole(self, target: Scorer, text: Text, plain: Sequence[Tensor]) -> None:
+    def see_whole(self, target: Scorer, text: RecordedText, plain: Sequence[Tensor]) -> None:
         """Compare the scores of a text's positions with those of the target's own forward pass."""
         alone = getattr(target, "alone", None)
         if alone is None:
@@ -96,7 +96,7 @@ class Comparison:
 
 def compare(
     target: Scorer,
-    texts: Sequence[Text],
+    texts: Sequence[RecordedText],
     rng: Rng | None = None,
     on_text: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
@@ -176,7 +176,7 @@ class Endings:
     inside: int
 
 
-def endings(decoder: Decoder, texts: Sequence[Text]) -> Endings:
+def endings(decoder: Decoder, texts: Sequence[RecordedText]) -> Endings:
     """Check how texts end, and how they end if a token from inside an accepted draft is made an end token."""
     requests = [ended for text in texts if (ended := _cut(text))]
     again = sound(generate(decoder, requests))
@@ -185,7 +185,7 @@ def endings(decoder: Decoder, texts: Sequence[Text]) -> Endings:
     return Endings(tuple(faults), sum(row.finish_reason == "stop" for row in again))
 
 
-def _cut(text: Text) -> Request | None:
+def _cut(text: RecordedText) -> Request | None:
     """Return the request with another end token: the first new token that is not the last of its round, else None."""
     seen = set[int]()
     for emission in text.emissions:

@@ -27,7 +27,7 @@ TREE: Topology = (-1, -1, 0, 0, 1, 1)
 
 
 @dataclass(frozen=True)
-class Form:
+class DraftShape:
     """The shape of drafts, and the processes to enumerate for it: one position on `wide` cells with the shape
     `shallow`, two on `deep` cells with the shape `bushy`, from every `every`-th pair. The shape None is a chain; with
     `replacement`, siblings are drawn independently of each other."""
@@ -40,9 +40,9 @@ class Form:
     replacement: bool = False
 
 
-CHAINS = Form()
-TREES = Form(shallow=(-1,), deep=TREE_CELLS, bushy=TREE, every=24)
-PATHS = Form(wide=24, shallow=(-1, -1), deep=TREE_CELLS, bushy=(-1, -1, 0, 1), every=24, replacement=True)
+CHAINS = DraftShape()
+TREES = DraftShape(shallow=(-1,), deep=TREE_CELLS, bushy=TREE, every=24)
+PATHS = DraftShape(wide=24, shallow=(-1, -1), deep=TREE_CELLS, bushy=(-1, -1, 0, 1), every=24, replacement=True)
 """The form of two paths of two tokens; its wide drafts are as many as cells squared."""
 
 
@@ -122,7 +122,7 @@ def deep(pairs: Sequence[Pair], cells: int) -> Process:
 def rule_law(verify: Verifier, process: Process, parents: Topology | None, replacement: bool = False) -> Tensor:
     """Return the joint law (cells,) * len(process.p) of the first tokens under a rule; after the round they follow p.
 
-    `parents` is the shape of the draft, None for a chain; see `Form`. Raises TooMany if the rule draws among too
+    `parents` is the shape of the draft, None for a chain; see `DraftShape`. Raises TooMany if the rule draws among too
     many tokens to enumerate.
     """
     lines = ancestors(parents or tuple(range(-1, len(process.q) - 1)))
@@ -253,7 +253,7 @@ class Distance:
     joint: float
 
 
-def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Distance]:
+def distances(verify: Verifier, pairs: Sequence[Pair], form: DraftShape) -> list[Distance]:
     """Return the exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
     shapes = [(wide(pair), form.shallow) for pair in wide_pairs(pairs, form)]
     starts = range(0, len(pairs), form.every)
@@ -270,7 +270,7 @@ def distances(verify: Verifier, pairs: Sequence[Pair], form: Form) -> list[Dista
     return results
 
 
-def wide_pairs(pairs: Sequence[Pair], form: Form) -> list[Pair]:
+def wide_pairs(pairs: Sequence[Pair], form: DraftShape) -> list[Pair]:
     """Return the pairs, about a dozen, that processes of one drafted token are made of."""
     return [pair.pooled(form.wide) for pair in pairs[:: max(1, len(pairs) // 12)]]
 

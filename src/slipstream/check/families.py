@@ -76,7 +76,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FamilyTrial:
     """The result for an architecture. The verdict is one of `VERDICTS`; `way` is how its cache is rolled back, and
     `why` the reason if it does not work, in one sentence."""
 
@@ -114,7 +114,7 @@ def architectures(names: Sequence[str] = ()) -> list[Architecture]:
     return [each for each in listed if not wanted or {each.family.lower(), each.name.lower()} & wanted]
 
 
-def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[Outcome]:
+def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[FamilyTrial]:
     """Try each architecture in a process of its own, for at most `seconds`, and yield the outcomes."""
     ways = multiprocessing.get_all_start_methods()
     processes = multiprocessing.get_context("fork" if "fork" in ways else None)
@@ -142,7 +142,7 @@ def _send(architecture: Architecture, answers: Connection) -> None:
         answers.send(attempt(architecture))
 
 
-def attempt(architecture: Architecture) -> Outcome:
+def attempt(architecture: Architecture) -> FamilyTrial:
     """Try one architecture in this process."""
     blank = _failed(architecture, "")
     try:
@@ -177,9 +177,9 @@ def _by_name(model: Any) -> Any:
             raise ValueError(str(error).replace(f"{folder}/", "")) from error
 
 
-def _failed(architecture: Architecture, why: str) -> Outcome:
+def _failed(architecture: Architecture, why: str) -> FamilyTrial:
     encoder, vision = architecture.encoder, architecture.vision
-    return Outcome(architecture.family, architecture.name, encoder, "fails", why=why, vision=vision)
+    return FamilyTrial(architecture.family, architecture.name, encoder, "fails", why=why, vision=vision)
 
 
 def _text(name: int, count: int) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ class EveryOther:
         self.inner.observe(round)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[FamilyTrial]) -> str:
     """Return the outcomes in Markdown: a count of the verdicts, what works by kind and way, and a table of the rest."""
     ways: dict[str, list[str]] = {}
     others = ["| type | class | verdict | why not |", "|---|---|---|---|"]
@@ -251,7 +251,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([counted(outcomes), "", *working, "", *others])
 
 
-def counted(outcomes: Sequence[Outcome]) -> str:
+def counted(outcomes: Sequence[FamilyTrial]) -> str:
     """Return the number of outcomes per kind and verdict, as one to three sentences."""
     parts = []
     for sort, what in KINDS.items():

@@ -10,7 +10,7 @@ from slipstream.check.compare import Comparison, Endings, compare, endings
 from slipstream.check.controls import broken
 from slipstream.check.enumeration import distances, wide_pairs
 from slipstream.check.record import Observations, watch
-from slipstream.check.report import Answer, Control, Difference, Part
+from slipstream.check.report import CheckHalf, Control, Difference, Finding
 from slipstream.check.samples import FALSE_ALARM, POWER, Samples, take
 from slipstream.core.request import Request
 from slipstream.decoding.rules import Rule
@@ -29,7 +29,7 @@ CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 # ---- greedy ----
 
 
-def greedy(case: Case, sampler: Sampling) -> Part:
+def greedy(case: Case, sampler: Sampling) -> CheckHalf:
     """Check greedy decoding: decode, compare the texts with plain decoding, and do the same with broken rules."""
     case.listener("greedy: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
@@ -41,7 +41,7 @@ def greedy(case: Case, sampler: Sampling) -> Part:
         about_endings(endings(case.decoder, observed.texts)),
     )
     controls = tuple(_greedy_control(case, sampler, rule) for rule in broken(case.rule, greedy=True))
-    return Part("greedy, temperature 0", tests, controls, named(case, comparison), needed=("tokens",))
+    return CheckHalf("greedy, temperature 0", tests, controls, named(case, comparison), needed=("tokens",))
 
 
 def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
@@ -54,7 +54,7 @@ def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
 # ---- sampling ----
 
 
-def sampling(case: Case, sampler: Sampling) -> Part:
+def sampling(case: Case, sampler: Sampling) -> CheckHalf:
     """Check sampling: compare the texts, enumerate the rule, draw samples, and do the same with broken rules."""
     case.listener("sampling: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
@@ -72,10 +72,10 @@ def sampling(case: Case, sampler: Sampling) -> Part:
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
     name = f"sampling, temperature {sampler.temperature:g}"
     enough = max(CheckSettings.samples, 4 * case.settings.samples)
-    return Part(name, tuple(tests), controls, named(case, comparison), needed, enough)
+    return CheckHalf(name, tuple(tests), controls, named(case, comparison), needed, enough)
 
 
-def about_rule(rule: Rule, observed: Observations) -> Answer:
+def about_rule(rule: Rule, observed: Observations) -> Finding:
     """Answer whether the rule's exact law is the target's, on laws met while decoding."""
     measured = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
     farthest = max((distance.joint for distance in measured), default=0.0)
@@ -85,10 +85,10 @@ def about_rule(rule: Rule, observed: Observations) -> Answer:
     if farthest > SAME:
         says += f", {mean:.2g} for one token on average; {SAME:g} is the limit"
     figures = {"processes": len(measured), "farthest": farthest, "mean_per_token": mean, "limit": SAME}
-    return Answer("rule", farthest <= SAME, says, figures)
+    return Finding("rule", farthest <= SAME, says, figures)
 
 
-def about_samples(samples: Samples) -> Answer:
+def about_samples(samples: Samples) -> Finding:
     """Answer whether many tokens are distributed as the target's laws say."""
     (statistic, freedom), p_value, sees = samples.statistic, samples.p_value, samples.detectable
     says = f"{samples.tokens} tokens of {samples.texts} texts: chi-squared {statistic:.1f} with {freedom} degrees of "
@@ -101,7 +101,7 @@ def about_samples(samples: Samples) -> Answer:
     }
     figures |= {"statistic": statistic, "freedom": freedom, "p_value": p_value, "false_alarm": FALSE_ALARM}
     says += " (the draft learns from the texts, so that the cells are by p alone)" if samples.learned else ""
-    return Answer("samples", p_value >= FALSE_ALARM, says, {**figures, "detectable": sees, "power": POWER})
+    return Finding("samples", p_value >= FALSE_ALARM, says, {**figures, "detectable": sees, "power": POWER})
 
 
 def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: bool = False) -> Samples:
@@ -139,7 +139,7 @@ def allowed_gap(case: Case, found: Comparison) -> float:
     return found.rounding.allowed if case.settings.gap is None else case.settings.gap
 
 
-def about_choices(name: str, case: Case, found: Comparison) -> Answer:
+def about_choices(name: str, case: Case, found: Comparison) -> Finding:
     """Answer whether every token is the one that plain decoding chooses, or a near-tie."""
     allowed, gaps = allowed_gap(case, found), [difference.gap for difference in found.differences]
     wrong, largest = max(found.unforced, sum(gap > allowed for gap in gaps)), max(gaps, default=0.0)
@@ -151,10 +151,10 @@ def about_choices(name: str, case: Case, found: Comparison) -> Answer:
     if found.unforced:
         says += f"; {found.unforced} are not the choice under the scores of their own round"
     figures = {"tokens": found.tokens, "different": len(gaps), "wrong": wrong}
-    return Answer(name, not wrong, says, {**figures, "largest_gap": largest, "allowed_gap": allowed})
+    return Finding(name, not wrong, says, {**figures, "largest_gap": largest, "allowed_gap": allowed})
 
 
-def about_scores(found: Comparison) -> Answer:
+def about_scores(found: Comparison) -> Finding:
     """Answer whether rounds give the logits of plain steps, and these the logits of a pass without a cache."""
     rounding = found.rounding
     says = f"logits of rounds and of plain steps differ by at most {rounding.noise:.2g}"
@@ -163,10 +163,10 @@ def about_scores(found: Comparison) -> Answer:
     passed = max(rounding.noise, rounding.whole or 0.0) <= rounding.limit
     figures = {"noise": rounding.noise, "whole": rounding.whole, "limit": rounding.limit}
     figures["law_moved"] = found.moved / max(1, found.tokens)
-    return Answer("scores", passed, f"{says} ({rounding.limit:.2g} is the limit of rounding)", figures)
+    return Finding("scores", passed, f"{says} ({rounding.limit:.2g} is the limit of rounding)", figures)
 
 
-def about_wiring(observed: Observations) -> Answer:
+def about_wiring(observed: Observations) -> Finding:
     """Answer whether the verifier gets the right laws, and the text the right tokens."""
     faults = []
     if not observed.p <= SAME:
@@ -189,14 +189,14 @@ def about_wiring(observed: Observations) -> Answer:
         "astray": observed.astray,
         "drafted": observed.drafted,
     }
-    return Answer("wiring", not faults, "; ".join(faults) or says, figures)
+    return Finding("wiring", not faults, "; ".join(faults) or says, figures)
 
 
-def about_endings(found: Endings) -> Answer:
+def about_endings(found: Endings) -> Finding:
     """Answer whether texts end where they should."""
     says = f"texts end at their end token or limit; {found.inside} were ended inside an accepted draft to see it"
     figures = {"faults": len(found.faults), "inside": found.inside}
-    return Answer("endings", not found.faults, "; ".join(found.faults[:3]) or says, figures)
+    return Finding("endings", not found.faults, "; ".join(found.faults[:3]) or says, figures)
 
 
 def named(case: Case, found: Comparison) -> tuple[Difference, ...]:

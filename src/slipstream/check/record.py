@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slipstream.check.enumeration import CHAINS, PATHS, TREES, WIDE, Form, Pair, normed
-from slipstream.core.draft import ABSENT, Draft, Part, Verdict, ancestors
+from slipstream.check.enumeration import CHAINS, PATHS, TREES, WIDE, DraftShape, Pair, normed
+from slipstream.core.draft import ABSENT, Draft, ScopedDraft, Verdict, ancestors
 from slipstream.core.draws import Key, Purpose, Rng, inverse
 from slipstream.core.law import Law, distance, total_variation
 from slipstream.core.protocols import Scorer
@@ -39,7 +39,7 @@ class Emission:
 
 
 @dataclass
-class Text:
+class RecordedText:
     """A generated text and the rounds that made it."""
 
     row: Row
@@ -61,13 +61,13 @@ class Observations:
     draw. `astray` counts emitted tokens that were neither accepted nor drawn.
     """
 
-    texts: list[Text] = field(default_factory=list)
+    texts: list[RecordedText] = field(default_factory=list)
     p: float = 0.0
     q: float | None = None
     next: float = 0.0
     astray: int = 0
     drafted: int = 0
-    form: Form = CHAINS
+    form: DraftShape = CHAINS
     pairs: list[Pair] = field(default_factory=list)
 
 
@@ -151,7 +151,7 @@ def watch(
 ) -> Observations:
     """Decode the requests and observe every round."""
     recorder = _Recorder(decoder)
-    texts: dict[int, Text] = {}
+    texts: dict[int, RecordedText] = {}
     observed = Observations()
     for round in rounds(recorder.decoder, requests):
         sound(round.rows)
@@ -163,7 +163,7 @@ def watch(
         for place, row in enumerate(round.rows):
             view = _View(round, place, recorder)
             view.compare(observed)
-            view.emit(texts.setdefault(row.index, Text(row)))
+            view.emit(texts.setdefault(row.index, RecordedText(row)))
             view.collect(observed)
         recorder.drawn.clear()
         if on_round:
@@ -206,7 +206,7 @@ class _View:
         observed.astray += max(0, len(self.emitted) - len(expected))
         observed.drafted += len(self.nodes)
 
-    def emit(self, text: Text) -> None:
+    def emit(self, text: RecordedText) -> None:
         """Record the emitted tokens."""
         positions = [0, *(node + 1 for node in self.path)]
         for j, token in enumerate(self.emitted):
@@ -317,7 +317,7 @@ def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> 
     return torch.stack(gaps)
 
 
-def _of_part(part: Part, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
+def _of_part(part: ScopedDraft, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
     """Return the laws and the tokens that a part gave to a row."""
     place = torch.tensor([row])
     if part.verdict is None:

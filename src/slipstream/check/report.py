@@ -22,7 +22,7 @@ ELSE = "longer texts (--max-new-tokens), other prompts or a weaker draft"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Finding:
     """The answer to a question of the certificate, in a sentence and in figures."""
 
     name: str
@@ -67,14 +67,14 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckHalf:
     """The greedy or the sampling half of a check. The `needed` tests have to notice a control, or nothing is proved.
 
     `differences` holds the first of each text. `enough` is the number of samples to give if there were too few.
     """
 
     name: str
-    tests: tuple[Answer, ...]
+    tests: tuple[Finding, ...]
     controls: tuple[Control, ...]
     differences: tuple[Difference, ...] = ()
     needed: tuple[str, ...] = ()
@@ -141,13 +141,13 @@ def _line(it: Difference) -> str:
 class CheckReport:
     """The verdict on a target, a draft, a rule and settings. `text()` returns it as text, `as_dict()` for JSON."""
 
-    greedy: Part | None
-    sampling: Part | None
+    greedy: CheckHalf | None
+    sampling: CheckHalf | None
     environment: dict[str, Any]
     seconds: float = 0.0
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[CheckHalf]:
         """The halves that were run."""
         return [part for part in (self.greedy, self.sampling) if part]
 

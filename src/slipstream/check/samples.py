@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.check.chi2 import Tally, detectable, tail
+from slipstream.check.chi2 import CellCounts, detectable, tail
 from slipstream.core.draft import Draft
 from slipstream.core.draws import draw
 from slipstream.core.law import Law, distance
@@ -48,7 +48,7 @@ class Samples:
     texts: int = 0
     rare: int = 0
     rare_expected: float = 0.0
-    tallies: list[Tally] = field(default_factory=lambda: [Tally(CELLS) for _ in range(GROUPS)])
+    tallies: list[CellCounts] = field(default_factory=lambda: [CellCounts(CELLS) for _ in range(GROUPS)])
 
     @property
     def tokens(self) -> int:

@@ -51,13 +51,13 @@ from slipstream.cli.serve import (
     served_models,
 )
 from slipstream.cli.settings import call_options, read_form
-from slipstream.files import Text, check_writable
+from slipstream.files import TextFileKind, check_writable
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
-    from slipstream.serve.batch.cluster import Cluster
-    from slipstream.serve.batch.forms import Answer
-    from slipstream.serve.batch.lines import Defaults, Line
+    from slipstream.serve.batch.cluster import BatchCluster
+    from slipstream.serve.batch.forms import ServerReply
+    from slipstream.serve.batch.lines import BatchLine, Defaults
     from slipstream.serve.batch.run import Local
     from slipstream.serve.recipe import Recipe
 
@@ -135,7 +135,7 @@ def batch(
     facts = _facts(context.params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
     with _sink(out, facts, lines, force) as sink:
-        tally = Tally(len(lines), len(sink.answered), failed=sink.failed)
+        tally = BatchCounts(len(lines), len(sink.answered), failed=sink.failed)
         if tally.resumed:
             say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {sink.path}.")
         code = _run(place, recipe, lines, sink, tally)
@@ -147,7 +147,7 @@ def batch(
 
 
 @dataclass
-class Tally:
+class BatchCounts:
     """The counts of a batch: `resumed` prompts were answered by an earlier run, and `answered` ones by this one.
 
     `failed` counts those of both that have an error; tokens and seconds, loading included, are this run's.
@@ -161,7 +161,7 @@ class Tally:
     began: float = field(default_factory=monotonic)
     seconds: float = 0.0
 
-    def count(self, answer: Answer) -> None:
+    def count(self, answer: ServerReply) -> None:
         """Count an answer of this run."""
         self.answered += 1
         self.failed += bool(answer.error)
@@ -190,11 +190,11 @@ def _recipe(context: typer.Context) -> Recipe:
     """Return the recipe of the application that answers the batch."""
     from slipstream.serve.batch.run import batch_settings
     from slipstream.serve.recipe import Recipe
-    from slipstream.serve.settings import Room
+    from slipstream.serve.settings import Capacity
 
     params = context.params
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
-    room = Room(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
+    room = Capacity(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
     settings = batch_settings(tuple(params["names"] or [params["target"] or "embedded"]), params["lossless"])
     return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))
 
@@ -217,7 +217,7 @@ def _defaults(context: typer.Context) -> Defaults:
     return Defaults(body, plain, seed)
 
 
-def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lines: list[Line]) -> dict[str, str]:
+def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lines: list[BatchLine]) -> dict[str, str]:
     """Return digests of the settings and of the prompts: a run resumes only a journal with the same ones."""
     from slipstream.serve.batch.lines import fingerprint
 
@@ -235,11 +235,13 @@ def _check_out(file: str, out: str, force: bool) -> None:
     if out.endswith(".parquet") and not find_spec("pyarrow"):
         raise ValueError(f"{out}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
     inputs = [] if file == "-" else [file]
-    check_writable(out, Text("file of answers", '"'), force, inputs)
-    check_writable(f"{out}{ENDING}", Text("journal of a batch", MARK), True, inputs)  # replaced only if it is one
+    check_writable(out, TextFileKind("file of answers", '"'), force, inputs)
+    check_writable(
+        f"{out}{ENDING}", TextFileKind("journal of a batch", MARK), True, inputs
+    )  # replaced only if it is one
 
 
-def _sink(out: str, facts: dict[str, str], lines: list[Line], force: bool) -> Any:
+def _sink(out: str, facts: dict[str, str], lines: list[BatchLine], force: bool) -> Any:
     """Return the destination of the answers: standard output, or a journal next to the file `out`."""
     from slipstream.serve.batch.journal import Journal, Printed
 
@@ -251,28 +253,28 @@ def _sink(out: str, facts: dict[str, str], lines: list[Line], force: bool) -> An
     return Journal(Path(out), facts, columns, force)
 
 
-def _place(params: dict[str, Any]) -> Local | Cluster:
+def _place(params: dict[str, Any]) -> Local | BatchCluster:
     """Return where the models run: this process or a Ray cluster. Raises ValueError for Ray's options without --ray."""
-    from slipstream.serve.batch.cluster import Cluster
+    from slipstream.serve.batch.cluster import BatchCluster
     from slipstream.serve.batch.run import Local
 
     if params["ray"]:
         if not find_spec("ray"):
             raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
-        return Cluster(params["ray_address"], params["actors"])
+        return BatchCluster(params["ray_address"], params["actors"])
     if params["ray_address"] or params["actors"]:
         raise ValueError("--actors and --ray-address are about a cluster: add --ray.")
     return Local(lambda state: tell(state.engine.notes), say)
 
 
-def _run(place: Local | Cluster, recipe: Recipe, lines: list[Line], sink: Any, tally: Tally) -> int:
+def _run(place: Local | BatchCluster, recipe: Recipe, lines: list[BatchLine], sink: Any, tally: BatchCounts) -> int:
     """Answer the lines, with a progress bar on a terminal -> the exit code."""
     if tally.done == tally.prompts:
         sink.finish()
         return 0
     with countdown(console(stderr=True), tally.prompts, say) as show:
 
-        def on_answer(line: Line, answer: Answer) -> None:
+        def on_answer(line: BatchLine, answer: ServerReply) -> None:
             tally.count(answer)
             if answer.error:
                 say(f"prompt {line.index + 1}: {answer.error}")

@@ -26,7 +26,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
 if TYPE_CHECKING:
-    from slipstream.plan.layers import Search
+    from slipstream.plan.layers import LayerSearch
 
 
 Gamma = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted per round while every choice is tried.")]
@@ -83,7 +83,7 @@ def exits(
     print(json_text(search.as_dict()) if as_json else _table(search))
 
 
-def _table(search: Search) -> str:
+def _table(search: LayerSearch) -> str:
     """Return a table of every choice, and the recommended options."""
     shown = search.as_dict()
     rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]

@@ -58,7 +58,7 @@ from slipstream.cli.work import Work
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import Explanation
 from slipstream.engine.plan_file import Plan
-from slipstream.files import Text, check_writable
+from slipstream.files import TextFileKind, check_writable
 from slipstream.text.answers import Answers, digest, open_answers
 from slipstream.text.prompts import Item, gather, with_media
 
@@ -306,7 +306,7 @@ def _check_output(params: dict[str, Any]) -> None:
         return
     if os.path.isfile(out) and not (resume or force):
         raise ValueError(f"{out} exists: --resume goes on with it, --force replaces it.")
-    check_writable(out, Text("file of answers", '"digests"'), True, [] if file is None else [file])
+    check_writable(out, TextFileKind("file of answers", '"digests"'), True, [] if file is None else [file])
 
 
 # The settings that determine the law of the answers; draft, batch size and device do not change it.

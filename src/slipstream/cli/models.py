@@ -25,14 +25,14 @@ def models(
 
     Example: slipstream models --try qwen3_next lfm2 mamba
     """
-    from slipstream.check.families import Outcome, architectures, attempts, counted, table
+    from slipstream.check.families import FamilyTrial, architectures, attempts, counted, table
 
     chosen = architectures(names or ())
     if not try_:
         for each in chosen:
             print(json_text({"family": each.family, "name": each.name}) if as_json else f"{each.family}  {each.name}")
         return
-    outcomes: list[Outcome] = []
+    outcomes: list[FamilyTrial] = []
     for outcome in attempts(chosen, seconds):
         outcomes.append(outcome)
         if as_json:

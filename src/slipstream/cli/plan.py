@@ -46,7 +46,7 @@ from slipstream.text.prompts import gather, sound
 if TYPE_CHECKING:
     from slipstream.core.protocols import Drafter
     from slipstream.engine.engine import Engine
-    from slipstream.plan.planner import PlanReport, Verification
+    from slipstream.plan.planner import MeasuredComparison, PlanReport
     from slipstream.plan.predict import Outlook
 
 
@@ -350,7 +350,7 @@ def _choice(report: PlanReport, rows: int, gamma: int) -> str:
     return f"{where}: do not speculate: gamma {best.gamma} may be {range_}, but that is not certain to be a gain."
 
 
-def _outcome(each: Verification) -> str:
+def _outcome(each: MeasuredComparison) -> str:
     """Return a sentence on predicted and measured speed, with the likely reason if they differ."""
     low, high = min(each.factors), max(each.factors)
     text = (

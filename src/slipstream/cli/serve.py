@@ -147,7 +147,7 @@ def serve(
 def _recipe(context: typer.Context) -> Recipe:
     """Return the recipe from which the server is built. Raises ValueError for impossible options."""
     from slipstream.serve.recipe import Recipe
-    from slipstream.serve.settings import Limits, Room, ServeSettings, read_keys
+    from slipstream.serve.settings import Capacity, Limits, ServeSettings, read_keys
 
     params = context.params
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
@@ -161,7 +161,7 @@ def _recipe(context: typer.Context) -> Recipe:
         limits=Limits(body_bytes=parse_bytes("--max-body", params["max_body"])),
         image_hosts=tuple(params["image_hosts"] or ()),
     )
-    room = Room(params["max_rows"], cache, limit, params["prefill_chunk"])
+    room = Capacity(params["max_rows"], cache, limit, params["prefill_chunk"])
     return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slipstream.text.transcripts import Transcript
 
 
-class Form(StrEnum):
+class TranscriptFormat(StrEnum):
     """The formats in which a transcript is printed."""
 
     TEXT = "text"
@@ -44,7 +44,9 @@ class Form(StrEnum):
 Sounds = Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV files; others need the package soundfile.")]
 Language = Annotated[str | None, typer.Option(metavar="CODE", help="The language spoken, as de; English without it.")]
 Translate = Annotated[bool, typer.Option("--translate", help="Write English for any spoken language.")]
-FormOption = Annotated[Form, typer.Option("--format", help="text; json, with times; or subtitles, srt or vtt.")]
+FormOption = Annotated[
+    TranscriptFormat, typer.Option("--format", help="text; json, with times; or subtitles, srt or vtt.")
+]
 Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the same as --format json.")]
 
 
@@ -64,7 +66,7 @@ def transcribe(
     compile: Compile = False,
     language: Language = None,
     translate: Translate = False,
-    form: FormOption = Form.TEXT,
+    form: FormOption = TranscriptFormat.TEXT,
     as_json: Json = False,
 ) -> None:
     """Write down what is said in sound files, with a Whisper as the target and a smaller one as its draft.
@@ -79,8 +81,8 @@ def transcribe(
         how = {"dtype": dtype, "device": device, "compile": compile, "gamma": gamma, "verify": verify}
         engine = load(target, draft, progress=say, **placed(context), **how)
     tell(engine.notes)
-    form = Form.JSON if as_json else form
-    task, timestamps = "translate" if translate else "transcribe", form is not Form.TEXT
+    form = TranscriptFormat.JSON if as_json else form
+    task, timestamps = "translate" if translate else "transcribe", form is not TranscriptFormat.TEXT
     for sound in sounds:
         transcript = engine.transcribe(
             sound, language=language, task=task, timestamps=timestamps, temperature=temperature, plain=plain
@@ -88,13 +90,13 @@ def transcribe(
         print(_printed(transcript, sound, form), flush=True)
 
 
-def _printed(transcript: Transcript, sound: Path, form: Form) -> str:
+def _printed(transcript: Transcript, sound: Path, form: TranscriptFormat) -> str:
     """Return a transcript in the requested format."""
-    if form is Form.SRT:
+    if form is TranscriptFormat.SRT:
         return transcript.srt().rstrip("\n") + "\n"
-    if form is Form.VTT:
+    if form is TranscriptFormat.VTT:
         return transcript.vtt().rstrip("\n") + "\n"
-    if form is Form.TEXT:
+    if form is TranscriptFormat.TEXT:
         return transcript.text
     segments = [asdict(segment) for segment in transcript.segments]
     return json_text(

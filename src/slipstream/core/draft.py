@@ -98,7 +98,7 @@ class Draft:
     windowed: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     replacement: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ScopedDraft, ...] = ()
     ahead: tuple[int, ...] = ()
     counts: Tensor | None = None
 
@@ -166,7 +166,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScopedDraft:
     """A draft that another draft was made from. The names of its draws begin with `scope`, if that is not empty.
 
     If it was verified, as inside a draft that is drafted itself, `p` is the law at each of its positions (see

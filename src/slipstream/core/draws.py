@@ -1,8 +1,8 @@
 """All randomness: numbers that are functions of seed, request and position, and the draws made with them.
 
 All draws go through the protocol `Rng`. `draw` inverts cumulative weights, `draw_coupled` chooses by Gumbel noise that
-target and draft share; `Within` gives the draws of one part of a round their own names, and `Sealed` makes draws that
-cannot be predicted from the seed alone.
+target and draft share; `ScopedDraws` gives the draws of one part of a round their own names, and `Sealed` makes draws
+that cannot be predicted from the seed alone.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class DrawnBy:
 
 
 @dataclass(frozen=True)
-class Within:
+class ScopedDraws:
     """Makes the draws of one part of a round under names that no draw outside that part has.
 
     `name` is the name of the part. A part whose texts are not those of the round, such as a draft that is drafted
@@ -268,7 +268,7 @@ class Within:
     def select(self, places: Sequence[int]) -> Rng:
         """Return the `Rng` of the rows at these places."""
         origins = None if self.origins is None else tuple(self.origins[place] for place in places)
-        return Within(self.outer.select(places), self.name, origins)
+        return ScopedDraws(self.outer.select(places), self.name, origins)
 
     def _key(self, key: Key) -> Key:
         """Return the key with this part's name in its scope, and positions and origins counted in the round's text."""

@@ -53,7 +53,7 @@ class SourceForm:
 
 
 @dataclass(frozen=True)
-class Frame:
+class SourceFrame:
     """The fixed parts around a source: `prefix` before its text, `begin`, the first tokens of the decoder's text, and
     `bans(length)`, processors that forbid tokens after a beginning of that many tokens."""
 
@@ -62,7 +62,7 @@ class Frame:
     bans: Callable[[int], tuple[Any, ...]]
 
 
-def framed(frame: Frame | None, user_input: Source) -> tuple[tuple[int, ...], Source | None]:
+def framed(frame: SourceFrame | None, user_input: Source) -> tuple[tuple[int, ...], Source | None]:
     """Convert a user's input to the prompt and the source of a request; without a frame, the input is the prompt."""
     if frame is not None:
         return frame.begin, user_input

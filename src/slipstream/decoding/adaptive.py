@@ -18,16 +18,16 @@ STALL = 2.0  # a time counts as at most so many times the usual one, and at leas
 CREDIT = 12.0  # plain rounds that drafts may lose before they gain: a few tries, and reading the texts of a batch
 
 
-class Kind(NamedTuple):
+class RoundKind(NamedTuple):
     """A kind of rounds with similar costs: their number of rows (the next power of two), and whether any is sampled."""
 
     size: int
     sampled: bool
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> Kind:
+    def of(rows: Sequence[Row]) -> RoundKind:
         """Return the kind of a round of these rows."""
-        return Kind(1 << (len(rows) - 1).bit_length(), not all(row.request.sampler.greedy for row in rows))
+        return RoundKind(1 << (len(rows) - 1).bit_length(), not all(row.request.sampler.greedy for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Learned:
     that drafted since a plain one.
     """
 
-    times: Mapping[tuple[str, Kind], Mapping[int, Time]] = field(default_factory=dict)
+    times: Mapping[tuple[str, RoundKind], Mapping[int, Time]] = field(default_factory=dict)
     stands: Mapping[bool, Chances] = field(default_factory=dict)
     drafted: Mapping[bool, Chances] = field(default_factory=dict)
     rows: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -100,12 +100,12 @@ class Learned:
     wait: float = 0.0
     since: int = 0
 
-    def known(self, part: str, kind: Kind) -> dict[int, float]:
+    def known(self, part: str, kind: RoundKind) -> dict[int, float]:
         """Return the times of a part of a round that are known, by depth."""
         times = self.times.get((part, kind), {})
         return {depth: time.level for depth, time in times.items() if time.count >= ENOUGH}
 
-    def costs(self, kind: Kind, drafting: Kind, most: int) -> list[float]:
+    def costs(self, kind: RoundKind, drafting: RoundKind, most: int) -> list[float]:
         """Return the times of rounds by depth, up to `most` or twice the greatest that is known.
 
         What more rows than ever drafted will cost is taken from fewer. In the target's pass the first depth that was
@@ -113,7 +113,7 @@ class Learned:
         """
         rest, drafts = self.known("rest", kind), self.known("draft", drafting)
         while not drafts and drafting.size > 1:
-            drafting = Kind(drafting.size // 2, drafting.sampled)
+            drafting = RoundKind(drafting.size // 2, drafting.sampled)
             drafts = self.known("draft", drafting)
         depths = range(1 + min(most, max(1, 2 * max(rest))))
         return [_at(rest, depth, free=1) + _at({0: 0.0, **drafts}, depth, free=0) for depth in depths]
@@ -168,7 +168,7 @@ class Adaptive:
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
         """Return the best gamma by what was measured, for the rows that may draft."""
-        kind, nothing = Kind.of(rows), [0] * len(rows)
+        kind, nothing = RoundKind.of(rows), [0] * len(rows)
         plain = state.known("rest", kind).get(0)
         if plain is None or state.since * self.budget >= 1:
             return nothing
@@ -214,10 +214,10 @@ class Adaptive:
 
     def _with_times(self, state: Learned, round: Round, drafting: Sequence[Row]) -> Learned:
         """Return the state with the times of a round, and with what it lost or gained in the account."""
-        kind, depth = Kind.of(round.rows), max(round.draft.depths)
+        kind, depth = RoundKind.of(round.rows), max(round.draft.depths)
         drafts = zip(round.rows, round.tokens, round.gammas, strict=True)
         unread = sum(len(row.tokens) - len(new) - state.read.get(row.index, 0) for row, new, gamma in drafts if gamma)
-        who, draft = Kind.of(drafting or round.rows), round.seconds["draft"]
+        who, draft = RoundKind.of(drafting or round.rows), round.seconds["draft"]
         rest = {("rest", kind): sum(round.seconds.values()) - draft - round.reading}
         parts = {**rest, ("draft", who): draft} if drafting else rest
         usual = sum(known[depth].level for part in parts if depth in (known := state.times.get(part, {})))
@@ -250,7 +250,7 @@ def _without(rows: Mapping[int, Any], ended: Container[int]) -> Mapping[int, Any
 
 def _with_acceptance(state: Learned, round: Round) -> Learned:
     """Return the state with what stood of a round's drafts; the last one of a row that ended may have been cut."""
-    sampled, rows, drafts = Kind.of(round.rows).sampled, dict(state.rows), list[tuple[int, int]]()
+    sampled, rows, drafts = RoundKind.of(round.rows).sampled, dict(state.rows), list[tuple[int, int]]()
     known, longest = state.stands.get(sampled, Chances()), state.drafted.get(sampled, Chances())
     chances = known.at(max(round.gammas))
     for row, gamma, stood in zip(round.rows, round.gammas, round.accepted, strict=True):
@@ -273,8 +273,8 @@ class _Outlook(NamedTuple):
     @staticmethod
     def of(state: Learned, rows: Sequence[Row], drafting: Sequence[Row], most: int) -> _Outlook:
         """Return the outlook for a round of these rows, of which some draft."""
-        kind = Kind.of(rows)
-        costs = state.costs(kind, Kind(Kind.of(drafting or rows).size, kind.sampled), most)
+        kind = RoundKind.of(rows)
+        costs = state.costs(kind, RoundKind(RoundKind.of(drafting or rows).size, kind.sampled), most)
         chances = state.stands.get(kind.sampled, Chances()).at(len(costs) - 1)
         deep = accumulate(state.drafted.get(kind.sampled, Chances()).at(len(costs) - 1), mul)
         steps = (share * (more - less) for share, (less, more) in zip(deep, pairwise(costs), strict=True))

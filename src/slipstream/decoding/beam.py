@@ -14,7 +14,7 @@ from slipstream.core.round import Stopwatch
 from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.memory_limit import Room, Unlimited
+from slipstream.decoding.memory_limit import Admission, Unlimited
 from slipstream.decoding.scheduler import check_requests
 from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
@@ -27,18 +27,18 @@ class BeamDecoder:
     """Runs beam searches in rounds, at most `decoder.batch_size` at a time.
 
     The decoder's rule and draws are not used; its controller, without updates, gives the number of steps to draft. As
-    many searches run together as the caches have `room` for, at least one. Raises RuntimeError if the target is in use
+    many searches run together as `memory` admits, at least one. Raises RuntimeError if the target is in use
     by another call, and ValueError for a target or a draft that cannot run beam search.
     """
 
     def __init__(
-        self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA, room: Room | None = None
+        self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA, memory: Admission | None = None
     ) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
         refuse_states(decoder.target)
         self.decoder, self.running = decoder, list[BeamSearch]()
-        self._room = room or Unlimited()
+        self._memory = memory or Unlimited()
         self._waiting = list(searches)
         self._cache = TrieCache(decoder.target)
         self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
@@ -62,7 +62,7 @@ class BeamDecoder:
         """Fill free places of the batch with waiting searches, and read their prompts."""
         new = self._waiting[: self.decoder.batch_size - len(self.running)]
         least = 0 if self.running else 1
-        while len(new) > least and not self._room.holds([*map(self._tokens, self.running), *map(self._tokens, new)]):
+        while len(new) > least and not self._memory.holds([*map(self._tokens, self.running), *map(self._tokens, new)]):
             new.pop()
         if not new:
             return

@@ -11,7 +11,7 @@ from slipstream.core.request import Row
 from slipstream.decoding.decoder import Decoder
 
 
-class Room(Protocol):
+class Admission(Protocol):
     """Decides which rows can be held in memory at the same time."""
 
     def fits(self, rows: Sequence[Row]) -> bool:

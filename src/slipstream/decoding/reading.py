@@ -14,7 +14,7 @@ from slipstream.core.source import same_source
 
 
 @dataclass
-class Reading:
+class PromptReading:
     """Rows with equal texts, which are read once for all of them, in one row of the target's cache."""
 
     rows: list[Row]
@@ -38,7 +38,7 @@ class Reading:
         return self.rows[0].request.media is not None
 
 
-class Reader:
+class PromptReader:
     """Reads the texts of new rows into the target's cache, after the rows that run.
 
     While rows run, one call reads one piece, of at most `piece` tokens, or up to `growth` times as many if that many
@@ -50,7 +50,7 @@ class Reader:
 
     def __init__(self, target: Scorer, store: Recalling, piece: int, growth: int = 1) -> None:
         self.target, self.piece, self.growth, self._store = target, piece, growth, store
-        self.groups: list[Reading] = []  # in the order of their rows in the target's cache
+        self.groups: list[PromptReading] = []  # in the order of their rows in the target's cache
 
     @property
     def rows(self) -> list[Row]:
@@ -71,7 +71,7 @@ class Reader:
             if row.request.media is not None:
                 assert isinstance(self.target, ReadsMedia), "requests are checked when they come"
                 self.target.attach(len(self.target.lengths) - 1, row.request.media)
-            self.groups.append(Reading([row]))
+            self.groups.append(PromptReading([row]))
             watch.lap("prefill")
             _count_prefill(row, watch.laps["prefill"])
 

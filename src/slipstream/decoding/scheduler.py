@@ -16,8 +16,8 @@ from slipstream.core.request import Request, Row
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.source import check_source
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited
-from slipstream.decoding.reading import Reader
+from slipstream.decoding.memory_limit import Admission, MemoryLimit, Unlimited
+from slipstream.decoding.reading import PromptReader
 from slipstream.decoding.speculate import play_round
 from slipstream.kernels.threads import release_threads
 
@@ -60,8 +60,8 @@ class Scheduler:
         self.running: list[Row] = []
         self.waiting: list[Row] = []
         self.holds = False
-        self._reader = Reader(decoder.target, decoder.stores[0], prefill_chunk, prefill_growth)
-        self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, decoder)
+        self._reader = PromptReader(decoder.target, decoder.stores[0], prefill_chunk, prefill_growth)
+        self._admission: Admission = Unlimited() if memory is None else MemoryLimit(memory, decoder)
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
         self._aborted: SimpleQueue[Row] = SimpleQueue()
         self._numbers, self._turns = count(), count()
@@ -89,7 +89,7 @@ class Scheduler:
         """Raises ValueError, which names the prompt by its number, if the target cannot take a request or there is no
         memory for its prompt."""
         check_request(self.decoder.target, request, number)
-        if not self._room.fits([Row(request, number, list(request.prompt))]):
+        if not self._admission.fits([Row(request, number, list(request.prompt))]):
             raise ValueError(
                 f"prompt {number} has {len(request.prompt)} tokens, for which the memory of the caches is too small: "
                 "shorten it, or allow more memory."
@@ -158,13 +158,13 @@ class Scheduler:
     def _admit(self) -> None:
         """Preempt rows until the others fit in memory, then fill free places of the batch from the waiting rows."""
         here = [*self.running, *self.reading]
-        while len(here) > 1 and not self._room.fits(here):
+        while len(here) > 1 and not self._admission.fits(here):
             youngest = max(here, key=_turn)
             here.remove(youngest)
             self._leave([youngest])
             insort(self.waiting, youngest, key=_turn)
         while self.waiting and not self.holds and len(here) < self.decoder.batch_size:
-            if here and not self._room.fits([*here, self.waiting[0]]):
+            if here and not self._admission.fits([*here, self.waiting[0]]):
                 break
             here.append(self.waiting.pop(0))
             here[-1].started = here[-1].started or monotonic()  # a preempted row has started before
@@ -176,7 +176,7 @@ class Scheduler:
         for row in self.running:
             if row.finish_reason:
                 continue
-            full = (context and len(row.tokens) >= context) or not self._room.fits([row])
+            full = (context and len(row.tokens) >= context) or not self._admission.fits([row])
             row.timed_out = row.late and not full
             if full or row.timed_out:
                 row.finish_reason = "length"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Part, Tree, padded
-from slipstream.core.draws import Rng, Within
+from slipstream.core.draft import Draft, ScopedDraft, Tree, padded
+from slipstream.core.draws import Rng, ScopedDraws
 from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Drafter, Scorer, scorers_among
 from slipstream.core.request import Row
@@ -93,17 +93,19 @@ class ChainDrafter:
         self._shadows = kept
         return list(kept.values())
 
-    def _rounds(self, context: Context, shadows: Sequence[Shadow], gammas: Sequence[int]) -> tuple[list[Part], Law]:
+    def _rounds(
+        self, context: Context, shadows: Sequence[Shadow], gammas: Sequence[int]
+    ) -> tuple[list[ScopedDraft], Law]:
         """Play rounds until every row has its tokens -> the rounds, and the law of the tokens (rows, gamma)."""
-        made, left, laws = list[Part](), list(gammas), [list[Law]() for _ in shadows]
+        made, left, laws = list[ScopedDraft](), list(gammas), [list[Law]() for _ in shadows]
         rows, origins = [shadow.row for shadow in shadows], tuple(shadow.origin for shadow in shadows)
         while max(left) > 0:
             scope = f"inner.{len(made)}"
-            decoder = self._decoder(Within(context.rng, scope, origins), rows)
+            decoder = self._decoder(ScopedDraws(context.rng, scope, origins), rows)
             round = play_round(decoder, rows, [min(self.gamma, n - 1) for n in left])
             assert round.p is not None
             p = round.p.bare()
-            made.append(Part(scope, round.draft, tuple(range(len(rows))), p, round.verdict))
+            made.append(ScopedDraft(scope, round.draft, tuple(range(len(rows))), p, round.verdict))
             left = [n - len(new) for n, new in zip(left, round.tokens, strict=True)]
             for place, new in enumerate(round.tokens):
                 here = torch.tensor([place], device=p.device)

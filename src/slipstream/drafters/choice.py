@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Part
-from slipstream.core.draws import Within
+from slipstream.core.draft import Draft, ScopedDraft
+from slipstream.core.draws import ScopedDraws
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer, scorers_among
 from slipstream.core.round import Context, Round, believable
@@ -37,15 +37,15 @@ class Choice:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` tokens for each row, with the first drafter that has any."""
-        left, drafts, parts = list(gammas), list[Draft](), list[Part]()
+        left, drafts, parts = list(gammas), list[Draft](), list[ScopedDraft]()
         for place, drafter in enumerate(self.drafters):
             if not any(left):
                 break
             scope = f"choice{place}"
-            draft = drafter.propose(replace(context, rng=Within(context.rng, scope)), left)
+            draft = drafter.propose(replace(context, rng=ScopedDraws(context.rng, scope)), left)
             left = [0 if length else gamma for gamma, length in zip(left, draft.lengths, strict=True)]
             drafts.append(draft)
-            parts.append(Part(scope, draft, tuple(row for row, length in enumerate(draft.lengths) if length)))
+            parts.append(ScopedDraft(scope, draft, tuple(row for row, length in enumerate(draft.lengths) if length)))
         if not drafts:
             return Draft.empty(len(gammas), torch.device("cpu"))
         return replace(merge(drafts), parts=tuple(parts))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters.datastore.drafter import fingerprint
-from slipstream.files import Kind, load_tensors, save_tensors, user_cache
+from slipstream.files import TensorFileKind, load_tensors, save_tensors, user_cache
 
-KIND = Kind("counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft vocabulary`")
+KIND = TensorFileKind("counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft vocabulary`")
 
 
 @dataclass(frozen=True)

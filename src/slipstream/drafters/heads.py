@@ -27,14 +27,14 @@ from slipstream.core.protocols import HasModel
 from slipstream.core.round import Context, Round
 from slipstream.drafters.read_rows import read_by_target
 from slipstream.drafters.sampled import law_of, sample_chain
-from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, load_tensors, save_tensors
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import RecordsStates
 from slipstream.models.loading.cut_head import CutHead
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
-KIND = Kind("parallel heads", "slipstream heads", "2", "train heads with `slipstream heads train`")
+KIND = TensorFileKind("parallel heads", "slipstream heads", "2", "train heads with `slipstream heads train`")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from slipstream.drafters.datastore.drafter import (
 )
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.index import Embedder
-from slipstream.drafters.datastore.memory import Limits
+from slipstream.drafters.datastore.memory import NamespaceLimits
 from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
@@ -40,7 +40,7 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.address import Settings, split_address
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use
-from slipstream.drafters.remote.hello import Vocabulary, read_key
+from slipstream.drafters.remote.hello import VocabularySketch, read_key
 from slipstream.drafters.remote.link import Connection
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
@@ -252,7 +252,7 @@ def _datastore(
     namespace: str = "default",
     learn: bool = False,
     sentence: str | None = None,
-    entries: int = Limits.entries,
+    entries: int = NamespaceLimits.entries,
     **settings: Any,
 ) -> Drafter:
     """Build the drafter of a datastore: the folder's corpus and memory, if they exist; `learn` creates a memory."""
@@ -260,7 +260,7 @@ def _datastore(
     corpus = open_corpus(folder, target.vocab, name)
     memory = None
     if learn or (Path(folder) / MEMORY).exists():
-        memory = open_memory(folder, _embedder(context, sentence), name, Limits(entries), make=learn)
+        memory = open_memory(folder, _embedder(context, sentence), name, NamespaceLimits(entries), make=learn)
     if corpus is None and memory is None:
         raise ValueError(
             f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`, or let it "
@@ -305,7 +305,7 @@ def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Dra
     )
     if context.target.source_form is not None and context.target.source_form.features:
         raise ValueError(f"{context.target.name} takes audio, which is not sent to draft servers: use a local draft.")
-    connection = Connection(settings, Vocabulary.of(context.target.vocab, context.tokenizer))
+    connection = Connection(settings, VocabularySketch.of(context.target.vocab, context.tokenizer))
     try:
         fault = connection.first_word(WAIT)
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.core.draft import Draft, Part
+from slipstream.core.draft import Draft, ScopedDraft
 from slipstream.core.protocols import Drafter, Scorer, scorers_among
 from slipstream.core.round import Context, Round
 from slipstream.drafters.choice import merge
@@ -51,7 +51,7 @@ class KnownFirst:
         for drafter in (self.prediction, self.forced, self.inner):
             drafts.append(drafter.propose(context, left))
             left = [0 if length else gamma for gamma, length in zip(left, drafts[-1].lengths, strict=True)]
-        parts = [Part("", draft, rows) for draft in drafts if (rows := _served(draft))]
+        parts = [ScopedDraft("", draft, rows) for draft in drafts if (rows := _served(draft))]
         self._copied = _served(drafts[0])
         return parts[0].draft if len(parts) == 1 else replace(merge(drafts), parts=tuple(parts))
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, load_tensors, save_tensors
 
 ORDERS = range(1, 6)
 MOST_TOKENS = 1 << 24  # the largest vocabulary: above all real ones, small enough for tables with an entry per token
-KIND = Kind("n-gram model", "slipstream.ngram", "2", "build it again")
+KIND = TensorFileKind("n-gram model", "slipstream.ngram", "2", "build it again")
 
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of counts 1, 2, 3 or more if there is too little text to compute them (KenLM's values)."""

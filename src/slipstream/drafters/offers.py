@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.kinds import KINDS
-from slipstream.drafters.specification import OneOf, Part, drafter, parse
+from slipstream.drafters.specification import DrafterTerm, OneOf, drafter, parse
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def tried(draft: str, context: BuildContext) -> Offer:
 def _about(draft: str) -> str:
     """Return a description of a draft, from its specification."""
     syntax = parse(draft)
-    if isinstance(syntax, Part):
+    if isinstance(syntax, DrafterTerm):
         return KINDS[syntax.kind].about
     if isinstance(syntax, OneOf):
         return "a choice: the fastest so far" if syntax.measured else "a choice: for each text the first that can"

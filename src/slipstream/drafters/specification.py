@@ -35,7 +35,7 @@ VOCABULARIES = "a number of tokens, a file of counts, or NUMBER:FILE"
 
 
 @dataclass(frozen=True)
-class Part:
+class DrafterTerm:
     """A single drafter of a specification: its kind, its value and its options."""
 
     kind: str
@@ -47,7 +47,7 @@ class Part:
 class Chain:
     """Drafters of drafters, the fastest first; the last one drafts for the target."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[DrafterTerm, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class OneOf:
     measured: bool = False
 
 
-Syntax = Part | Chain | OneOf
+Syntax = DrafterTerm | Chain | OneOf
 
 
 def parse(text: str) -> Syntax:
@@ -70,7 +70,7 @@ def parse(text: str) -> Syntax:
     return parts[0] if len(parts) == 1 else Chain(parts)
 
 
-def _part(text: str) -> Part:
+def _part(text: str) -> DrafterTerm:
     """Parse one drafter of a specification, such as "lookup?max_matching_ngram_size=3". Raises ValueError."""
     name, mark, tail = text.partition("?")
     prefix, colon, value = name.partition(":")
@@ -83,7 +83,7 @@ def _part(text: str) -> Part:
     for key, equals, _ in pairs:
         if not (key and equals):
             raise ValueError(f"draft {text!r} has an option without a value: write {name}?name=value&name=value.")
-    return Part(kind, value, tuple((ALIASES.get(key, key), setting) for key, _, setting in pairs))
+    return DrafterTerm(kind, value, tuple((ALIASES.get(key, key), setting) for key, _, setting in pairs))
 
 
 def drafter(source: Any, context: BuildContext) -> Drafter:
@@ -93,7 +93,7 @@ def drafter(source: Any, context: BuildContext) -> Drafter:
     """
     if isinstance(source, str):
         syntax = parse(source)
-        if context.tree and not (isinstance(syntax, Part) and syntax.kind in MODELS):
+        if context.tree and not (isinstance(syntax, DrafterTerm) and syntax.kind in MODELS):
             raise ValueError(f"a tree of candidates needs a model as draft, not {source!r}: leave one of them out.")
         return _build(syntax, context)
     if callable(getattr(source, "propose", None)):
@@ -136,7 +136,7 @@ def _build(syntax: Syntax, context: BuildContext) -> Drafter:
     return KINDS[syntax.kind].build(context, syntax.value, **_options(syntax))
 
 
-def _chain(parts: Sequence[Part], context: BuildContext) -> Drafter:
+def _chain(parts: Sequence[DrafterTerm], context: BuildContext) -> Drafter:
     """Build a chain: the last part drafts for the target, and the parts before it are its own draft."""
     *faster, last = parts
     if not faster:
@@ -160,7 +160,7 @@ def forms() -> str:
     return ", ".join(kind.form for kind in KINDS.values())
 
 
-def _options(part: Part) -> dict[str, Any]:
+def _options(part: DrafterTerm) -> dict[str, Any]:
     """Return the options of a part, parsed into their types. Raises ValueError for unknown names and wrong values."""
     known, values = KINDS[part.kind].options, {}
     for name, text in part.options:

@@ -10,7 +10,7 @@ from slipstream.core.beams import Hypothesis
 from slipstream.core.stats import Stats
 from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
 from slipstream.decoding.beam_search import BeamSearch
-from slipstream.decoding.memory_limit import MemoryLimit, Room, Unlimited
+from slipstream.decoding.memory_limit import Admission, MemoryLimit, Unlimited
 from slipstream.engine.generation import Completion, Generation
 from slipstream.engine.job import Job
 
@@ -31,9 +31,9 @@ class BeamTexts:
         wanted = [place for place in range(len(job.generations)) if any(i not in skip for i in self._texts_of(place))]
         requests = [job.generations[place].request for place in wanted]
         self._searches = searches_of(job.decoder.target, requests, wanted)
-        self._room: Room = Unlimited() if memory is None else MemoryLimit(memory, job.decoder)
+        self._admission: Admission = Unlimited() if memory is None else MemoryLimit(memory, job.decoder)
         for search in self._searches:
-            if not self._room.holds([most_tokens(search, job.decoder.controller.most)]):
+            if not self._admission.holds([most_tokens(search, job.decoder.controller.most)]):
                 raise ValueError(
                     f"num_beams={beams.num_beams} is not possible for prompt {search.index}: with {search.limit} new "
                     f"tokens the caches would take more than {memory} bytes; use fewer beams or new tokens."
@@ -47,7 +47,7 @@ class BeamTexts:
     ) -> None:
         """Search to the end, or while `wanted()` is true; call `on_completion(index, completion)` for each text as soon
         as its search has ended."""
-        with closing(BeamDecoder(self._job.decoder, self._searches, room=self._room).rounds()) as rounds:  # type: ignore[type-var]
+        with closing(BeamDecoder(self._job.decoder, self._searches, memory=self._admission).rounds()) as rounds:  # type: ignore[type-var]
             for running in rounds:
                 for search in running:
                     if search.finish_reason:

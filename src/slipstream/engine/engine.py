@@ -16,7 +16,7 @@ from slipstream.core.draws import request_key
 from slipstream.core.protocols import Shape
 from slipstream.core.request import Request
 from slipstream.core.round import Round
-from slipstream.core.source import Frame, framed, numbers
+from slipstream.core.source import SourceFrame, framed, numbers
 from slipstream.decoding.controllers import Fixed, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
@@ -61,7 +61,7 @@ class Engine:
         rule: Rule = BLOCK,
         exact_shape: bool = False,
         notes: Sequence[str] = (),
-        frame: Frame | None = None,
+        frame: SourceFrame | None = None,
         media: MediaProcessor | None = None,
     ) -> None:
         self.exact_shape = exact_shape

@@ -64,7 +64,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Line:
+class RoundLine:
     """A round of one text: the drafted tokens that stand, those that were refused, and the target's own token."""
 
     spans: tuple[Span, ...]
@@ -77,13 +77,13 @@ class Story:
 
     def __init__(self, row: Row, decode: Decode) -> None:
         self.row = row
-        self.lines: list[Line] = []
+        self.lines: list[RoundLine] = []
         self.spans: list[Span] = []
         self._decode = decode
         self._tokens = list(row.request.prompt)
         self._reader = _primed(decode, self._tokens)
 
-    def add(self, round: Round, place: int) -> Line:
+    def add(self, round: Round, place: int) -> RoundLine:
         """Add a round, in which the text is at `place` -> its line."""
         accepted, emitted = round.accepted[place], round.tokens[place]
         fate = "rejected" if len(emitted) > accepted else "cut"
@@ -92,7 +92,7 @@ class Story:
         self.spans += spans
         shown = _closed([span.text for span in spans])
         own = [Span(text, spans[-1].kind) for text in shown[accepted:]]
-        line = Line((Span("".join(shown[:accepted]), "draft"), *lost, *own), accepted, round.draft.lengths[place])
+        line = RoundLine((Span("".join(shown[:accepted]), "draft"), *lost, *own), accepted, round.draft.lengths[place])
         self.lines.append(line)
         return line
 
@@ -180,7 +180,7 @@ class Printer:
         self._console.print()
         self._put(Text("kept of drafted", "dim"), "round  ")
 
-    def line(self, number: int, line: Line) -> None:
+    def line(self, number: int, line: RoundLine) -> None:
         """Print a numbered round: how many drafted tokens stand, and its tokens on one line, wrapped if too long."""
         text = Text()
         for span in line.spans:

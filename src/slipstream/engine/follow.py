@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slipstream.execution.ranks import join, place
-from slipstream.models.leading import Follower
+from slipstream.models.leading import FollowingRank
 
 
 def follow() -> bool:
@@ -28,7 +28,7 @@ def follow() -> bool:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 logs the same messages
     try:
         with _led_by_rank_0():
-            Follower(ranks).run()
+            FollowingRank(ranks).run()
     finally:
         ranks.close()
     return True

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.media import only
 from slipstream.core.protocols import Controller
-from slipstream.core.source import Frame
+from slipstream.core.source import SourceFrame
 from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.captured_verification import verification_on
 from slipstream.decoding.controllers import Fixed, Planned, controller
@@ -217,7 +217,7 @@ def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:
     return EMBEDDED / "target", "float32" if dtype == "auto" else dtype
 
 
-def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> Frame | None:
+def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> SourceFrame | None:
     """Return the frame (text and tokens around sources) of an encoder-decoder; None for a causal model.
 
     Raises ValueError for a task with a causal model, and for `exact_shape` with an encoder-decoder.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.media import Media, Modality, named, only
-from slipstream.core.source import Frame, Source
+from slipstream.core.source import Source, SourceFrame
 from slipstream.core.values import is_whole
 from slipstream.engine.media import (
     FIELDS,
@@ -294,7 +294,7 @@ class Encoder:
 
     name: str
     tokenizer: Any = None
-    frame: Frame | None = None
+    frame: SourceFrame | None = None
     media: MediaProcessor | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, Media | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.generation import logits_process as hf
 
-from slipstream.core.source import Frame
+from slipstream.core.source import SourceFrame
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Task:
         return Task(prefix=text) if ":" in text or " " in text else Task(text)
 
 
-def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
+def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
     """Return the frame of a task. Raises ValueError in one sentence for tasks and languages that the model lacks."""
     settings = model.generation_config
     start = _first(settings, model.config, "decoder_start_token_id", "bos_token_id")
@@ -53,7 +53,7 @@ def frame(model: Any, tokenizer: Any, task: Task) -> Frame:
     if task.tgt_lang is not None:
         forced = _language(tokenizer, task.tgt_lang)
     begin = (int(start), *([] if forced is None else [int(forced)]))
-    return Frame(_prefix(model.config, task), begin, partial(_bans, settings))
+    return SourceFrame(_prefix(model.config, task), begin, partial(_bans, settings))
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:

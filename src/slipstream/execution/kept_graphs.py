@@ -32,7 +32,7 @@ class NotKept(Exception):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StoredGraph:
     """A graph without its weights, as it is stored.
 
     `source` is inductor's code, `constants` the index of the weight for each of its constants, and `arguments` Python
@@ -127,7 +127,7 @@ class Recorder:
 
         return compile_fx(graph, inputs, inner_compile=inner)
 
-    def recipe(self, weights: Sequence[Tensor], found: Any) -> Recipe:
+    def recipe(self, weights: Sequence[Tensor], found: Any) -> StoredGraph:
         """Return the recipe of the one graph that was made, which returned `found`. Raises NotKept if it has none."""
         if len(self.made) != 1:
             raise NotKept(f"{len(self.made)} graphs were made")
@@ -138,7 +138,7 @@ class Recorder:
         if made.constants or made.torchbind_constants or not {*map(_place, [*held, *bound.values()])} <= set(places):
             raise NotKept("constants were computed out of the weights")
         constants = {name: places[_place(tensor)] for name, tensor in bound.items()}
-        return Recipe(made.source_code, constants, _arguments(read, examples), _form(found))
+        return StoredGraph(made.source_code, constants, _arguments(read, examples), _form(found))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def find(structure: Structure) -> BoundGraph | None:
         if (record.pop("form"), record.pop("key")) != (FORM, structure.key):
             return None
         os.utime(path)
-        return Recipe(**record).bind(structure.weights)
+        return StoredGraph(**record).bind(structure.weights)
     except Exception:  # the file or its contents are damaged in some way: the graph is made again
         return None
 

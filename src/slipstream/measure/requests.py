@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from slipstream.core.draws import request_key
 from slipstream.core.request import Request, Sampler
-from slipstream.core.source import Frame, framed
+from slipstream.core.source import SourceFrame, framed
 
 
 def request_for(
@@ -17,7 +17,7 @@ def request_for(
     copy: int = 0,
     eos: Collection[int] = (),
     seed: int = 0,
-    frame: Frame | None = None,
+    frame: SourceFrame | None = None,
 ) -> Request:
     """Make a request to continue token ids or, with a `frame`, one whose source they are.
 

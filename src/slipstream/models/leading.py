@@ -31,22 +31,22 @@ from slipstream.models.media.trial import proven_modalities
 # ---- messages ---------------------------------------------------------------------------------------------------
 
 
-class Message(Protocol):
+class RankMessage(Protocol):
     """A message of rank 0 to the other ranks."""
 
-    def obey(self, follower: Follower) -> None:
+    def obey(self, follower: FollowingRank) -> None:
         """Carry out the message on another rank."""
         ...
 
 
 @dataclass(frozen=True)
-class Call:
+class ScorerCall:
     """A call of a Scorer: the method's name and its arguments."""
 
     method: str
     arguments: tuple[Any, ...]
 
-    def on(self, part: Part) -> Any:
+    def on(self, part: ModelShard) -> Any:
         """Call the method on a part -> its result."""
         return getattr(part, self.method)(*self.arguments)
 
@@ -60,27 +60,29 @@ class Build:
     plan: Plan
     options: dict[str, Any]
 
-    def part(self, ranks: Ranks) -> Part:
+    def part(self, ranks: Ranks) -> ModelShard:
         """Load this rank's part of the model. Raises ValueError if that fails."""
         with ranks.working():
             model = load_sharded(self.source, self.dtype, self.plan, ranks.size, **self.options)
-            return Part(scorer_of(model, Path(self.source).name if isinstance(self.source, Path) else self.source))
+            return ModelShard(
+                scorer_of(model, Path(self.source).name if isinstance(self.source, Path) else self.source)
+            )
 
-    def obey(self, follower: Follower) -> None:
+    def obey(self, follower: FollowingRank) -> None:
         """Load this rank's part, kept under the number of this message from now on, and report that it is loaded."""
         follower.parts[follower.ranks.count] = self.part(follower.ranks)
         follower.ranks.answer()
 
 
 @dataclass(frozen=True)
-class Calls:
+class ScorerCalls:
     """A message of calls in order, only the last with a pass. `lengths` are those of the model's rows before it."""
 
     number: int
-    calls: tuple[Call, ...]
+    calls: tuple[ScorerCall, ...]
     lengths: tuple[int, ...]
 
-    def obey(self, follower: Follower) -> None:
+    def obey(self, follower: FollowingRank) -> None:
         """Repeat the calls. Raises RankLost if the rows of this rank differ from those of rank 0."""
         part = follower.parts[self.number]
         *before, last = self.calls
@@ -98,7 +100,7 @@ class Failed:
 
     number: int
 
-    def obey(self, follower: Follower) -> None:
+    def obey(self, follower: FollowingRank) -> None:
         """Drop this rank's part: this rank did carry it out, and now differs from the others."""
         follower.parts.pop(self.number, None)
         follower.ranks.answer()
@@ -107,7 +109,7 @@ class Failed:
 # ---- both sides -------------------------------------------------------------------------------------------------
 
 
-class Part:
+class ModelShard:
     """A rank's part of a model, as all ranks call it: tokens come as lists, since ranks have different devices."""
 
     def __init__(self, scorer: AnyScorer) -> None:
@@ -146,9 +148,9 @@ class LeadingScorer:
 
     execution = None  # passes run eagerly, since they contain the exchange between ranks
 
-    def __init__(self, ranks: Ranks, number: int, part: Part) -> None:
+    def __init__(self, ranks: Ranks, number: int, part: ModelShard) -> None:
         self._ranks, self._number, self._part = ranks, number, part
-        self._waiting: list[Call] = []
+        self._waiting: list[ScorerCall] = []
         self._lock = threading.RLock()
         inner = part.scorer
         self.name, self.model, self.device = inner.name, inner.model, inner.device
@@ -260,7 +262,7 @@ class LeadingScorer:
     def _later(self, method: str, *arguments: Any) -> Any:
         """Make a call without communication at once, and send it to the other ranks with the next pass."""
         with self._lock:
-            call = Call(method, arguments)
+            call = ScorerCall(method, arguments)
             result = call.on(self._part)
             self._waiting.append(call)
             return result
@@ -268,9 +270,9 @@ class LeadingScorer:
     def _together(self, method: str, *arguments: Any) -> Any:
         """Make a call in which the ranks exchange results of layers, after sending it and those that wait."""
         with self._lock, self._ranks.working():
-            call = Call(method, arguments)
+            call = ScorerCall(method, arguments)
             calls, self._waiting = (*self._waiting, call), []
-            number = self._ranks.tell(Calls(self._number, calls, tuple(self.lengths)))
+            number = self._ranks.tell(ScorerCalls(self._number, calls, tuple(self.lengths)))
             try:
                 return call.on(self._part)
             except Exception as error:
@@ -301,15 +303,15 @@ def lead(ranks: Ranks, source: Any, dtype: Any, plan: Plan, **options: Any) -> L
 
 
 @dataclass
-class Follower:
+class FollowingRank:
     """A rank that carries out the messages of rank 0: `parts` are its parts of models, by the number of the message."""
 
     ranks: Ranks
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, ModelShard] = field(default_factory=dict)
 
     def run(self) -> None:
         """Carry out messages until rank 0 has ended. Raises RankLost if the ranks cannot go on."""
-        message: Message | None
+        message: RankMessage | None
         while (message := self.ranks.listen()) is not None:
             try:
                 message.obey(self)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from slipstream.drafters.specification import Part, parse
+from slipstream.drafters.specification import DrafterTerm, parse
 from slipstream.engine.plan_file import Plan
 from slipstream.text.jsontext import json_text
 
@@ -50,10 +50,10 @@ def _model(plan: Plan) -> str:
     return _part(plan.draft or "").value
 
 
-def _part(draft: str) -> Part:
+def _part(draft: str) -> DrafterTerm:
     """Return the draft's part of the specification; chains and choices become a kind that no other engine has."""
     syntax = parse(draft)
-    return syntax if isinstance(syntax, Part) else Part(type(syntax).__name__)
+    return syntax if isinstance(syntax, DrafterTerm) else DrafterTerm(type(syntax).__name__)
 
 
 def _transformers(plan: Plan) -> str:

@@ -79,7 +79,7 @@ class Fate:
 
 
 @dataclass
-class Replica:
+class SimulatedReplica:
     """A simulated replica at time `now`: the rows that run, the prompt being read, and the requests that wait."""
 
     pace: Pace
@@ -187,7 +187,7 @@ def simulate(
     """
     if replicas < 1 or not arrivals:
         raise ValueError(f"{replicas} replicas and {len(arrivals)} requests are not possible: both are at least 1.")
-    chance, fleet = random.Random(seed), [Replica(pace) for _ in range(replicas)]
+    chance, fleet = random.Random(seed), [SimulatedReplica(pace) for _ in range(replicas)]
     fates = [Fate(arrival) for arrival in arrivals]
     for number, fate in enumerate(fates):
         pair = [fleet[chance.randrange(replicas)] for _ in range(min(2, replicas))]
@@ -200,7 +200,7 @@ def simulate(
     return _service(fates, fleet)
 
 
-def _service(fates: Sequence[Fate], fleet: Sequence[Replica]) -> Service:
+def _service(fates: Sequence[Fate], fleet: Sequence[SimulatedReplica]) -> Service:
     """Return the figures of a fleet from the times of all requests."""
     ends = [fate.end - fate.arrival.time for fate in fates]
     end, last = max(fate.end for fate in fates), fates[-1].arrival.time

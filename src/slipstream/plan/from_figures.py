@@ -24,7 +24,7 @@ AROUND = 4
 
 
 @dataclass(frozen=True)
-class Line:
+class GammaFigures:
     """The figures of one gamma: Equation 1, Theorem 3.8 and Theorem 3.11."""
 
     gamma: int
@@ -45,8 +45,8 @@ class Figures:
     alpha: float
     c: float
     c_hat: float
-    lines: tuple[Line, ...]
-    best: Line
+    lines: tuple[GammaFigures, ...]
+    best: GammaFigures
     guaranteed: float
     oracle: float
     delay: float | None = None
@@ -76,8 +76,10 @@ def promise(
             return walltime_factor(alpha, gamma, c, verify)
         return remote_factor(alpha, gamma, c, away, verify)
 
-    def line(gamma: int) -> Line:
-        return Line(gamma, tokens_per_round(alpha, gamma), factor(gamma), operations_factor(alpha, gamma, c_hat))
+    def line(gamma: int) -> GammaFigures:
+        return GammaFigures(
+            gamma, tokens_per_round(alpha, gamma), factor(gamma), operations_factor(alpha, gamma, c_hat)
+        )
 
     best = best_gamma(alpha, c, verify=verify) if delay is None else max(range(LIMIT + 1), key=factor)
     longest = None if delay is None else longest_delay(lambda away: max(factor(g, away) for g in range(1, LIMIT + 1)))

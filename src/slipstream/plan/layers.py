@@ -71,7 +71,7 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Search:
+class LayerSearch:
     """The result of a search for layers. `best` is None if plain decoding is the fastest."""
 
     plain: float  # tokens per second
@@ -112,7 +112,7 @@ def search_exit(
     choices: Sequence[Layers] | None = None,
     gamma: int = 3,
     watch: Watch = lambda line: None,
-) -> Search:
+) -> LayerSearch:
     """Measure which layers of the decoder's target should draft, on requests like those to come.
 
     Without `choices`: all exits and thinned sets. Raises ValueError if the target cannot run with some of its layers,
@@ -129,7 +129,7 @@ def search_exit(
         watch(f"layers {spell(layers)}: alpha {trials[-1].alpha:.3f}, {trials[-1].tokens_per_second:.1f} tokens/s")
     promising = sorted((trial for trial in trials if trial.best_gamma), key=lambda trial: -trial.factor)[:FINALISTS]
     speed, finishes = _race(decoder, requests, promising, watch)
-    return Search(speed, tuple(trials), finishes)
+    return LayerSearch(speed, tuple(trials), finishes)
 
 
 def first_layers(target: HasModel) -> list[Layers]:

@@ -16,7 +16,7 @@ from statistics import median
 from slipstream.core.protocols import Controller, Drafter, Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
-from slipstream.core.source import Frame
+from slipstream.core.source import SourceFrame
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
@@ -26,7 +26,7 @@ from slipstream.measure.racing import race
 from slipstream.measure.requests import request_for
 from slipstream.measure.timing import Beat, beats
 from slipstream.models.facts import weight_bytes
-from slipstream.plan.predict import PlanCosts, Tally, between
+from slipstream.plan.predict import AcceptanceCounts, PlanCosts, between
 
 Step = Callable[[str], None]
 """A callback that receives the name of each step as it begins."""
@@ -71,7 +71,7 @@ class PlanTask:
     length: int
     sampler: Sampling
     seed: int = 0
-    frame: Frame | None = None
+    frame: SourceFrame | None = None
 
     def requests(self, places: Sequence[int], seed: int = 0) -> list[Request]:
         """Return requests for some of the texts, whose random numbers do not depend on the batch."""
@@ -88,7 +88,7 @@ class PlanTask:
 
 
 class Ledger:
-    """The mutable counts of tested and kept tokens of one text; see `Tally`."""
+    """The mutable counts of tested and kept tokens of one text; see `AcceptanceCounts`."""
 
     def __init__(self, most: int) -> None:
         self.tested, self.kept = [0] * most, [0] * most
@@ -107,10 +107,10 @@ class Ledger:
         self.flowing = 0 < room == accepted
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> AcceptanceCounts:
         """The counts as an immutable record."""
         counts = (tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
-        return Tally(*counts, tuple(self.flow_tested), tuple(self.flow_kept))
+        return AcceptanceCounts(*counts, tuple(self.flow_tested), tuple(self.flow_kept))
 
 
 class Record:
@@ -147,7 +147,7 @@ class Record:
         return replace(usual, startup=max(0.0, median(more)) if more else 0.0)
 
     @property
-    def tallies(self) -> list[Tally]:
+    def tallies(self) -> list[AcceptanceCounts]:
         """The counts of every text that was decoded."""
         return [ledger.tally for ledger in self.ledgers if any(ledger.tested)]
 
@@ -168,24 +168,24 @@ def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tu
 
 
 @dataclass(frozen=True)
-class Reading:
+class PrefillTime:
     """The target's prefill of prompts: the number of tokens, and the seconds it took."""
 
     tokens: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Reading) -> Reading:
-        return Reading(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: PrefillTime) -> PrefillTime:
+        return PrefillTime(*map(add, astuple(self), astuple(other)))
 
 
 def sweep(
     decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
-) -> tuple[list[tuple[int, Beat]], list[Record], Reading]:
+) -> tuple[list[tuple[int, Beat]], list[Record], PrefillTime]:
     """Measure plain decoding and every drafter in turns -> plain rounds of full batches, a record per drafter, and the
     target's prefill."""
     records = [Record(most, len(task.texts), task.rows) for _ in drafters]
     calm: list[tuple[int, Beat]] = []
-    reading = Reading()
+    reading = PrefillTime()
     warm_up(decoder, drafters, task, most, step)
     for number, part in enumerate(task.parts()):
         requests = task.requests(part)
@@ -194,7 +194,7 @@ def sweep(
         timed = list(beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests))
         calm += [(number, beat) for _, beat in timed if beat.rows == task.rows]
         rows = {row.index: row for round, _ in timed for row in round.rows}.values()
-        reading += Reading(
+        reading += PrefillTime(
             sum(len(request.source or request.prompt) for request in requests),
             sum(row.stats.seconds.get("prefill", 0.0) for row in rows),
         )

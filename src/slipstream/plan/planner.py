@@ -17,8 +17,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import PlanTask, Reading, Speed, memory, speeds, sweep, using
-from slipstream.plan.predict import Outline, Outlook, Prediction, predict
+from slipstream.plan.measure import PlanTask, PrefillTime, Speed, memory, speeds, sweep, using
+from slipstream.plan.predict import Outline, Outlook, SpeedPrediction, predict
 from slipstream.text.jsontext import json_text
 
 TOLERANCE = 0.1
@@ -76,7 +76,7 @@ class PlanSettings:
 
 
 @dataclass(frozen=True)
-class Verification:
+class MeasuredComparison:
     """The measured comparison of the choice with plain decoding: medians over repetitions of ratios within one.
 
     `factor` is speed over plain speed, `tokens_per_call` and `round` (seconds of a round over those of a plain step)
@@ -86,7 +86,7 @@ class Verification:
     rows: int
     draft: str
     gamma: int
-    predicted: Prediction
+    predicted: SpeedPrediction
     factors: tuple[float, ...]
     tokens_per_call: float
     round: float
@@ -118,10 +118,10 @@ class PlanReport:
     environment: dict[str, Any]
     settings: PlanSettings
     prompt_tokens: tuple[int, int]
-    reading: Reading = field(default_factory=Reading)
+    reading: PrefillTime = field(default_factory=PrefillTime)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
-    verifications: list[Verification] = field(default_factory=list)
+    verifications: list[MeasuredComparison] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -218,7 +218,7 @@ def make(
 
 def verify(
     decoder: Decoder, drafter: Drafter, task: PlanTask, report: PlanReport, step: Callable[[str], None]
-) -> Verification:
+) -> MeasuredComparison:
     """Run the best gamma of the chosen draft and plain decoding in turn, also where the plan is not to speculate."""
     best = report.outlooks[task.rows][report.draft].best
     decoders = [using(decoder, NoDraft(), Fixed(0), task.rows), using(decoder, drafter, Fixed(best.gamma), task.rows)]
@@ -226,7 +226,7 @@ def verify(
     for number in range(report.settings.repetitions):
         step(f"plain and gamma {best.gamma}")
         pairs.append(speeds(decoders, task, 1 + number))
-    return Verification(
+    return MeasuredComparison(
         task.rows,
         report.draft,
         best.gamma,

@@ -26,7 +26,7 @@ LEVEL, REPLICATES = 0.95, 1000
 
 
 @dataclass(frozen=True)
-class Tally:
+class AcceptanceCounts:
     """Counts of accepted tokens over the rounds of one prompt.
 
     Entry i - 1 of `tested` counts the rounds that had room for i tokens and kept i - 1, of `kept` those of them that
@@ -67,7 +67,7 @@ class Survival:
         return pause, flow
 
 
-def survival(tallies: Sequence[Tally]) -> list[float]:
+def survival(tallies: Sequence[AcceptanceCounts]) -> list[float]:
     """Return S_i pooled over prompts and states: prod_{j<=i} kept_j / tested_j.
 
     That is the product-limit estimate, so rounds that were given less room count as far as they went. No independence
@@ -76,7 +76,7 @@ def survival(tallies: Sequence[Tally]) -> list[float]:
     return list(accumulate(_shares(tallies), mul))
 
 
-def states(tallies: Sequence[Tally]) -> Survival:
+def states(tallies: Sequence[AcceptanceCounts]) -> Survival:
     """Estimate S_i in each of the two states of the text.
 
     Each share is drawn to the pooled one with the weight of a single round, so a rare state's estimate stays near it.
@@ -89,16 +89,16 @@ def states(tallies: Sequence[Tally]) -> Survival:
     return Survival(tuple(accumulate(pause, mul)), tuple(accumulate(flow, mul)))
 
 
-def _shares(tallies: Sequence[Tally]) -> list[float]:
+def _shares(tallies: Sequence[AcceptanceCounts]) -> list[float]:
     pairs = zip(_total(tallies, "kept"), _total(tallies, "tested"), strict=True)
     return [kept / tested if tested else 0.0 for kept, tested in pairs]
 
 
-def _size(tallies: Sequence[Tally]) -> int:
+def _size(tallies: Sequence[AcceptanceCounts]) -> int:
     return max((len(tally.tested) for tally in tallies), default=0)
 
 
-def _total(tallies: Sequence[Tally], name: str) -> list[int]:
+def _total(tallies: Sequence[AcceptanceCounts], name: str) -> list[int]:
     """Return the sum of a count over all prompts, position by position."""
     counts = [getattr(tally, name) for tally in tallies]
     return [sum(column) for column in zip_longest(*counts, [0] * _size(tallies), fillvalue=0)]
@@ -237,7 +237,7 @@ def between(measured: Mapping[int, float], width: int) -> float:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SpeedPrediction:
     """A prediction of the speed at one gamma.
 
     `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for endless texts; `tokens_per_call` is for texts
@@ -271,11 +271,11 @@ class Outlook:
     alphas: tuple[float, ...]  # per prompt, sorted
     survival: tuple[float, ...]
     costs: PlanCosts
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[SpeedPrediction, ...]
     longest_delay: float | None = None  # seconds at which a draft elsewhere stops being a gain
 
     @property
-    def best(self) -> Prediction:
+    def best(self) -> SpeedPrediction:
         """The prediction of the gamma with the largest factor."""
         return max(self.predictions, key=lambda each: each.factor)
 
@@ -336,7 +336,7 @@ class Outline:
         return self.gammas or tuple(range(1, self.most + 1))
 
 
-def predict(tallies: Sequence[Tally], costs: PlanCosts, outline: Outline) -> Outlook:
+def predict(tallies: Sequence[AcceptanceCounts], costs: PlanCosts, outline: Outline) -> Outlook:
     """Predict from acceptance per prompt and costs -> the speed at every gamma.
 
     Raises ValueError for fewer than 2 prompts, and if nothing was measured.
@@ -359,13 +359,13 @@ def _best_long(kept: Survival, costs: PlanCosts, outline: Outline, delay: float)
     return max(_long(gamma, kept, remote) for gamma in outline.wanted)
 
 
-def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> Prediction:
+def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> SpeedPrediction:
     """Return the prediction for one gamma, without an interval."""
     alone = costs.rows == 1  # in a batch, a row that nears its end does not make the round narrower
     rounds = [costs.lasting(drafted if alone else gamma, kept, gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)
     tokens, times = expected_tokens(kept.mixed(gamma)), costs.lasting(gamma, kept) / costs.step
-    return Prediction(
+    return SpeedPrediction(
         gamma,
         tokens_per_round(alpha, gamma),
         tokens,
@@ -379,8 +379,8 @@ def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: i
 
 
 def _with_intervals(
-    points: Sequence[Prediction], tallies: Sequence[Tally], costs: PlanCosts, outline: Outline
-) -> list[Prediction]:
+    points: Sequence[SpeedPrediction], tallies: Sequence[AcceptanceCounts], costs: PlanCosts, outline: Outline
+) -> list[SpeedPrediction]:
     """Return the points with percentiles over resampled prompts and rounds; texts' ends count as in the point."""
     rng, factors = random.Random(outline.seed), list[list[float]]()
     for _ in range(outline.replicates):

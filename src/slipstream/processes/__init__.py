@@ -7,7 +7,7 @@ from slipstream.processes.gaussian import Gaussian
 from slipstream.processes.laws import Laws, reject_until
 from slipstream.processes.mixture import Mixture
 from slipstream.processes.numbers import Numbers
-from slipstream.processes.rounds import Kernel, Round
+from slipstream.processes.rounds import Kernel, ProcessRound
 from slipstream.processes.runs import Run, Speculation, simulate
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Mixture",
     "Numbers",
     "Pooled",
-    "Round",
+    "ProcessRound",
     "Run",
     "Speculation",
     "measure",

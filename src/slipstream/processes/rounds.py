@@ -32,7 +32,7 @@ class Chains:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ProcessRound:
     """The outcome of a round: chain r takes the states path[r, : accepted[r] + 1].
 
     `path` (rows, gamma + 1, *state) holds the accepted drafts, then the correction or bonus. `lengths` (rows,) is the
@@ -46,7 +46,7 @@ class Round:
     betas: Tensor
 
 
-def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -> Round:
+def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -> ProcessRound:
     """Draft `lengths` (rows,) steps with f', evaluate f at all states at once, keep a prefix, add correction or bonus.
 
     f is called once, with sum(lengths) + rows states. Raises FloatingPointError if a law is not a number.
@@ -71,7 +71,7 @@ def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -
         q_refused = q.select(drafted.index[refused, at])
         last[refused] = here.select(refused).residual(q_refused, states[refused, at + 1], numbers)
     states[everyone, accepted + 1] = last
-    return Round(states[:, 1:], accepted, lengths, betas)
+    return ProcessRound(states[:, 1:], accepted, lengths, betas)
 
 
 @dataclass(frozen=True, slots=True)

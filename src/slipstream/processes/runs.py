@@ -10,9 +10,9 @@ from torch import Tensor
 
 from slipstream.core.stats import Stats
 from slipstream.core.values import whole_number
-from slipstream.processes.rounds import Chains, Kernel, Round, play_round
+from slipstream.processes.rounds import Chains, Kernel, ProcessRound, play_round
 
-Watch = Callable[[Round], object]
+Watch = Callable[[ProcessRound], object]
 """A function that receives every round of a run."""
 
 
@@ -71,7 +71,7 @@ class Speculation:
                 watch(round)
         return Run(_held(trajectories, made), made, stats)
 
-    def _cut(self, round: Round) -> Tensor:
+    def _cut(self, round: ProcessRound) -> Tensor:
         """Return how many states of the path each chain takes (rows,), negative if the last of them ends it."""
         new = round.accepted + 1
         if self.ended is None:
@@ -88,7 +88,7 @@ def simulate(
     return Speculation(target, target, 0, ended).run(starts, steps, seed)
 
 
-def _write(trajectories: Tensor, chains: Chains, round: Round, cuts: Tensor) -> None:
+def _write(trajectories: Tensor, chains: Chains, round: ProcessRound, cuts: Tensor) -> None:
     """Write the states that stand after a round into the trajectories."""
     rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
     states = round.path[rows, ahead]
@@ -103,7 +103,7 @@ def _held(trajectories: Tensor, made: Tensor) -> Tensor:
     return trajectories[torch.arange(len(made))[:, None], places]
 
 
-def _count(round: Round, taken: Tensor) -> Stats:
+def _count(round: ProcessRound, taken: Tensor) -> Stats:
     """Count a round of which chains took this many states (rows,); states that were cut do not count."""
     accepted, width = torch.minimum(round.accepted, taken), round.betas.shape[1]
     tested = torch.minimum(torch.minimum(round.accepted + 1, round.lengths), taken)

@@ -83,7 +83,7 @@ class SpeculativeDecoding(Answer):
     per_step_drafted: Sometimes[list[int]] = None
 
 
-class Metrics(Answer):
+class AnswerMetrics(Answer):
     """Times of one answer, in milliseconds, and the acceptance of its drafts."""
 
     time_to_first_token_ms: Sometimes[float] = None
@@ -157,7 +157,7 @@ class Common(Answer):
     model: str
     system_fingerprint: str
     usage: Sometimes[Usage] = None
-    metrics: Sometimes[Metrics] = None
+    metrics: Sometimes[AnswerMetrics] = None
     timings: Sometimes[Timings] = None
 
 

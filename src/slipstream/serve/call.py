@@ -15,7 +15,7 @@ from slipstream.engine.generation import Piece
 from slipstream.serve import answers
 from slipstream.serve.faults import Unavailable
 from slipstream.serve.ids import new_id
-from slipstream.serve.schema import Speculation
+from slipstream.serve.schema import SpeculationOptions
 from slipstream.serve.worker import Search, Ticket
 from slipstream.version import __version__
 
@@ -116,7 +116,7 @@ class Call:
 
     # ---- what an answer has besides its text ----
 
-    def about(self, asked: Speculation) -> dict[str, Any]:
+    def about(self, asked: SpeculationOptions) -> dict[str, Any]:
         """Return the fields of the last object of an answer: usage, times and acceptance."""
         return {"usage": self.usage, "metrics": self.metrics(asked.detailed), "timings": self.timings()}
 
@@ -138,7 +138,7 @@ class Call:
             ),
         )
 
-    def metrics(self, detailed: bool = False) -> answers.Metrics | None:
+    def metrics(self, detailed: bool = False) -> answers.AnswerMetrics | None:
         """Return times and acceptance of the only answer; None if there are several, or before its first token."""
         if len(self.tickets) != 1:
             return None
@@ -147,7 +147,7 @@ class Call:
         if times.first is None or times.last is None or times.started is None:
             return None
         span = times.last - times.first
-        return answers.Metrics(
+        return answers.AnswerMetrics(
             time_to_first_token_ms=1e3 * (times.first - times.arrived),
             generation_time_ms=1e3 * (times.last - times.arrived),
             queue_time_ms=1e3 * (times.started - times.arrived),

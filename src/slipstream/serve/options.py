@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.decoding.rules import COUPLED
 from slipstream.serve.faults import BadRequest
-from slipstream.serve.schema import Decoding, Speculation
+from slipstream.serve.schema import Decoding, SpeculationOptions
 from slipstream.serve.settings import Limits, ServeSettings
 
 SAME = (
@@ -44,12 +44,12 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     return options | _speculation(body, settings)
 
 
-def speculation(body: Decoding) -> Speculation:
+def speculation(body: Decoding) -> SpeculationOptions:
     """Return the draft settings of a request; `speculative: false` is gamma 0."""
     speculative = body.speculative
-    if isinstance(speculative, Speculation):
+    if isinstance(speculative, SpeculationOptions):
         return speculative
-    return Speculation(gamma=0) if speculative is False else Speculation()
+    return SpeculationOptions(gamma=0) if speculative is False else SpeculationOptions()
 
 
 def check_limits(body: Decoding, limits: Limits) -> None:

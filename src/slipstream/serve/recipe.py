@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.engine.load import load
-from slipstream.serve.settings import Room, ServeSettings
+from slipstream.serve.settings import Capacity, ServeSettings
 from slipstream.serve.state import ServerState
 
 
@@ -21,7 +21,7 @@ class Recipe:
 
     models: dict[str, Any]
     settings: ServeSettings
-    room: Room
+    room: Capacity
     template: str | None = None
 
     @property

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from slipstream.serve.answers import Answer, Error, Metrics, Sometimes, Timings
+from slipstream.serve.answers import Answer, AnswerMetrics, Error, Sometimes, Timings
 
 
 class OutputText(Answer):
@@ -77,7 +77,7 @@ class ResponseAnswer(Answer):
     max_output_tokens: Sometimes[int] = None
     store: bool = False
     usage: Sometimes[ResponseUsage] = None
-    metrics: Sometimes[Metrics] = None
+    metrics: Sometimes[AnswerMetrics] = None
     timings: Sometimes[Timings] = None
 
 

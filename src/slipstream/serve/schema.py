@@ -27,7 +27,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
 
 
-class Speculation(Body):
+class SpeculationOptions(Body):
     """The decoding of this request: its draft length, its acceptance rule, and what the answer reports of it."""
 
     gamma: int | None = Field(None, ge=0, le=1024, description="Tokens to draft per round; 0 decodes plainly.")
@@ -101,7 +101,7 @@ class AudioPart(Body):
 Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
 
 
-class Prediction(Body):
+class PredictedOutput(Body):
     """A text that the answer is expected to resemble: drafts copy from it as long as the target agrees."""
 
     type: Literal["content"]
@@ -135,11 +135,11 @@ class Decoding(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     user: str | None = None
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only with the same salt.")
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="Lower ones are served earlier.")
-    speculative: bool | Speculation | None = None
+    speculative: bool | SpeculationOptions | None = None
 
 
 class CompletionRequest(Decoding):
@@ -269,7 +269,7 @@ class ResponsesRequest(Body):
     text: TextSettings | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    speculative: bool | Speculation | None = None
+    speculative: bool | SpeculationOptions | None = None
 
 
 class TokenizeRequest(Body):

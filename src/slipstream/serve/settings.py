@@ -35,7 +35,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """The amount of work that runs at a time.
 
     `rows` is the size of the batch; `cache_bytes` are for cached prefixes, `memory` bytes for running texts (None: no

@@ -21,7 +21,7 @@ from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.faults import BadRequest, NotServed, ServeError
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.settings import Room, ServeSettings
+from slipstream.serve.settings import Capacity, ServeSettings
 from slipstream.serve.worker import Worker
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
@@ -49,7 +49,7 @@ class ServerState:
     started: int
 
     @staticmethod
-    def new(engine: Engine, settings: ServeSettings, room: Room, draft: str | None) -> ServerState:
+    def new(engine: Engine, settings: ServeSettings, room: Capacity, draft: str | None) -> ServerState:
         """Make the state of a server that starts now, from an engine, the settings and the name of its draft."""
         metrics = Metrics(settings.names[0])
         worker = Worker(engine, room, settings.max_queue, [metrics])

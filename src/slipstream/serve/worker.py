@@ -22,7 +22,7 @@ from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.serve.faults import QueueFull, Unavailable
-from slipstream.serve.settings import Room
+from slipstream.serve.settings import Capacity
 
 EVERY_KIND = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
 """One `Sampling` for every kind of graph: greedy, at a temperature, and with more settings than that."""
@@ -162,7 +162,7 @@ class Worker:
     in the event loop if the thread ends by an error, `on_ready` as soon as requests can be taken.
     """
 
-    def __init__(self, engine: Engine, room: Room, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, engine: Engine, room: Capacity, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
         self.engine, self.room, self.max_queue, self.listeners = engine, room, max_queue, tuple(listeners)
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], object] = lambda: None

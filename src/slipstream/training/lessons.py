@@ -19,7 +19,7 @@ Ask = Callable[[Tensor], Tensor]
 """A function from tokens (rows, n) to the target's logits (rows, n, vocab)."""
 
 
-class Batch(NamedTuple):
+class LessonBatch(NamedTuple):
     """A batch of rows with the target's laws.
 
     `tokens` are (rows, n); `real` (rows, n - 1) is true where there is a next token. `ids` (rows, n - 1, top) are the
@@ -60,17 +60,17 @@ class Lessons:
         """The number of tokens in all rows, without padding."""
         return int(self._counts.sum())
 
-    def pick(self, places: Sequence[int] | np.ndarray, device: torch.device) -> Batch:
+    def pick(self, places: Sequence[int] | np.ndarray, device: torch.device) -> LessonBatch:
         """Return the rows at some places, with the target's laws."""
         chosen = torch.as_tensor(np.asarray(places, dtype=np.int64))
         tokens = self.rows[chosen].to(device)
         real = torch.arange(tokens.shape[1] - 1)[None] < self._counts[chosen, None] - 1
         if self._ask is None:
             ids = tokens[:, 1:, None]
-            return Batch(tokens, real.to(device), ids, torch.zeros(ids.shape, device=device))
+            return LessonBatch(tokens, real.to(device), ids, torch.zeros(ids.shape, device=device))
         self._learn(chosen[~self._known[chosen]].unique(), self._ask, device)
         ids, log_p = self._ids[chosen].long(), self._log_p[chosen].float()
-        return Batch(tokens, real.to(device), ids.to(device), log_p.to(device))
+        return LessonBatch(tokens, real.to(device), ids.to(device), log_p.to(device))
 
     @torch.no_grad()
     def _learn(self, places: Tensor, ask: Ask, device: torch.device) -> None:

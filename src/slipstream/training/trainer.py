@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, load_tensors, save_tensors
 from slipstream.text.jsontext import json_text
 
-KIND = Kind("state of a training", "slipstream training", "1", "delete it, or give another place, to begin again")
+KIND = TensorFileKind(
+    "state of a training", "slipstream training", "1", "delete it, or give another place, to begin again"
+)
 
 
 # ---- budgets and schedules -------------------------------------------------------------------------------------------

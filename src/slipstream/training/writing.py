@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from slipstream.engine.engine import Engine
-from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, load_tensors, save_tensors
 from slipstream.training.lessons import Tokens
 
-KIND = Kind("collection of written texts", "slipstream written texts", "1", "delete it to let the target write again")
+KIND = TensorFileKind(
+    "collection of written texts", "slipstream written texts", "1", "delete it to let the target write again"
+)
 
 TEMPERATURES, SHARES = (0.0, 0.6, 1.0), (0.3, 0.1, 0.6)
 """The temperatures at which texts are written, with their shares, since drafts are used at any temperature."""

@@ -12,10 +12,10 @@ import slipstream
 from slipstream.core.draft import Draft
 from slipstream.core.round import Context, Round
 from slipstream.drafters.cross_tokenizer.choose import BySampling, foreign, share
-from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
-from slipstream.drafters.cross_tokenizer.vocabulary import Common, Vocabulary
+from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
 from tongues import TEXT, tongue, toy
 from toys import FAMILIES, GREEDY, SAMPLE, dirichlet_table, row, scorer, tiny
 
@@ -91,8 +91,8 @@ def test_the_share_is_counted_in_what_the_draft_writes() -> None:
     ours, draft_vocabulary = Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "a", "x"))
 
     def writes(*weights: float) -> float:
-        reader = Reader(
-            scorer(lambda prefix: weights), ours, draft_vocabulary, Common.of(ours, draft_vocabulary, (3, 3))
+        reader = RetokenizingReader(
+            scorer(lambda prefix: weights), ours, draft_vocabulary, CommonTokens.of(ours, draft_vocabulary, (3, 3))
         )
         found = share(reader)
         assert reader.scorer.lengths == []

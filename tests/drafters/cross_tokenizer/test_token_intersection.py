@@ -21,10 +21,10 @@ from slipstream.decoding.acceptance import block, match, token
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
-from slipstream.drafters.cross_tokenizer.vocabulary import Common, Vocabulary
+from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table
 from tongues import TEXT, tongue, toy
@@ -52,10 +52,10 @@ every_method = pytest.mark.parametrize("method", METHODS)
 PROMPT, COUNT = (0, 2), 3
 
 
-def reader(draft: Scorer, ours: Any, draft_tokenizer: Any, vocab: int) -> Reader:
+def reader(draft: Scorer, ours: Any, draft_tokenizer: Any, vocab: int) -> RetokenizingReader:
     """A reader of a draft with the tokenizer `draft_tokenizer` for a target with `ours`."""
     target, other = Vocabulary.of(ours), Vocabulary.of(draft_tokenizer)
-    return Reader(draft, target, other, Common.of(target, other, (vocab, draft.vocab)))
+    return RetokenizingReader(draft, target, other, CommonTokens.of(target, other, (vocab, draft.vocab)))
 
 
 # ---- the law of the output --------------------------------------------------------------------------------------

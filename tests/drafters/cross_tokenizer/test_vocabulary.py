@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.drafters.cross_tokenizer.reader import LONG, Encoding, Reading
-from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
+from slipstream.drafters.cross_tokenizer.reader import LONG, Encoding, RetokenizedRow
+from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, CommonTokens, Vocabulary
 from tongues import END, STRANGE, TEXT, TONGUES, tongue, toy
 
 FAITHFUL = [name for name in TONGUES if name != "word pieces"]
@@ -21,10 +21,10 @@ def vocabulary(name: str) -> Vocabulary:
     return Vocabulary.of(tongue(name))
 
 
-def common(target: str, draft: str) -> Common:
+def common(target: str, draft: str) -> CommonTokens:
     """What two of them have in common."""
     sizes = len(tongue(target)), len(tongue(draft))
-    return Common.of(vocabulary(target), vocabulary(draft), sizes)
+    return CommonTokens.of(vocabulary(target), vocabulary(draft), sizes)
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------
@@ -106,21 +106,21 @@ def test_special_tokens_are_common_by_name_or_role() -> None:
 
 
 def test_translated_logits_are_renormalised_on_the_common_tokens() -> None:
-    both = Common.of(Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "c", "a")), (4, 3))
+    both = CommonTokens.of(Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "c", "a")), (4, 3))
     assert both.wanted.tolist() == [0, 1] and both.drafted.tolist() == [2, 0]
     q = both.translate(torch.tensor([[0.5, 0.2, 0.3]]).log()).softmax(-1)
     assert q[0].tolist() == pytest.approx([0.3 / 0.8, 0.5 / 0.8, 0, 0])
 
 
 def test_ids_beyond_the_logits_are_not_common() -> None:
-    both = Common.of(Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "c", "a")), (3, 1))
+    both = CommonTokens.of(Vocabulary.of(toy("a", "b", "ab")), Vocabulary.of(toy("b", "c", "a")), (3, 1))
     assert both.wanted.tolist() == [1] and both.drafted.tolist() == [0]
 
 
 def test_nothing_in_common_is_refused() -> None:
     ours, draft_tokenizer = toy("a", "b", end="</s>"), toy("x", "y", end="</s>")
     with pytest.raises(ValueError, match="no token of the draft's vocabulary"):
-        Common.of(Vocabulary.of(ours), Vocabulary.of(draft_tokenizer), (3, 3))
+        CommonTokens.of(Vocabulary.of(ours), Vocabulary.of(draft_tokenizer), (3, 3))
 
 
 # ---- a growing text ---------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ def test_an_anchor_that_changes_after_all_is_noticed() -> None:
 # ---- a row's text -----------------------------------------------------------------------------------------------
 
 
-def reading(target: str, draft: str) -> Reading:
+def reading(target: str, draft: str) -> RetokenizedRow:
     """A fresh reading."""
-    return Reading(vocabulary(target), vocabulary(draft), common(target, draft))
+    return RetokenizedRow(vocabulary(target), vocabulary(draft), common(target, draft))
 
 
 @pytest.mark.parametrize("target", FAITHFUL)

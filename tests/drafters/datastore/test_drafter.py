@@ -25,7 +25,7 @@ from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings, fingerprint
 from slipstream.drafters.datastore.embedding import InputEmbeddings
-from slipstream.drafters.datastore.memory import Memory
+from slipstream.drafters.datastore.memory import ResponseMemory
 from slipstream.models.causal import CausalScorer
 from toys import (
     EXACT,
@@ -56,9 +56,9 @@ ALONE = DatastoreSettings(own=False)
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
+def memory(tmp_path: Path) -> Iterator[ResponseMemory]:
     torch.manual_seed(0)
-    memory = Memory(tmp_path / "memory.sqlite", InputEmbeddings(torch.randn(WORDS, 16)))
+    memory = ResponseMemory(tmp_path / "memory.sqlite", InputEmbeddings(torch.randn(WORDS, 16)))
     yield memory
     memory.close()
 
@@ -66,7 +66,7 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
 # ---- which source drafts ----------------------------------------------------------------------------------------
 
 
-def test_the_longest_match_drafts(memory: Memory) -> None:
+def test_the_longest_match_drafts(memory: ResponseMemory) -> None:
     corpus = Corpus.build([[3, 4, 5, 20, 21]], WORDS)
     memory.add("default", [9], [4, 5, 30])
     store = Datastore(WORDS, corpus, memory, settings=DatastoreSettings(begin=1))
@@ -75,7 +75,7 @@ def test_the_longest_match_drafts(memory: Memory) -> None:
     assert drafted(store, [row([9, 8, 4, 5], prompt_length=2)], [1]) == [[30]]  # all of the response so far
 
 
-def test_a_response_is_drafted_from_its_first_token(memory: Memory) -> None:
+def test_a_response_is_drafted_from_its_first_token(memory: ResponseMemory) -> None:
     memory.add("default", [1, 2, 3], [7, 8, 9, 10, 11, 12])
     memory.add("default", [20, 21], [30, 31])
     store = Datastore(WORDS, memory=memory, settings=replace(ALONE, nearest=1))
@@ -83,7 +83,7 @@ def test_a_response_is_drafted_from_its_first_token(memory: Memory) -> None:
     assert drafted(store, [row([1, 2, 3, 7, 8], prompt_length=3)], [9]) == [[9, 10, 11, 12]]
 
 
-def test_a_place_in_mid_response_is_found_again(memory: Memory) -> None:
+def test_a_place_in_mid_response_is_found_again(memory: ResponseMemory) -> None:
     """After a token that no response has, the text is aligned anew."""
     memory.add("default", [1], [7, 8, 9, 10, 11, 12])
     store = Datastore(WORDS, memory=memory, settings=ALONE)
@@ -135,7 +135,7 @@ def test_a_text_that_was_cut_is_read_anew() -> None:
     assert drafted(store, [one], [2]) == [[2, 3]]
 
 
-def test_ids_that_the_target_does_not_have_are_never_drafted(memory: Memory) -> None:
+def test_ids_that_the_target_does_not_have_are_never_drafted(memory: ResponseMemory) -> None:
     memory.add("default", [1], [7, WORDS + 3])  # a damaged file
     store = Datastore(WORDS, memory=memory, settings=ALONE)
     assert drafted(store, [row([1])], [4]) == [[]]
@@ -174,7 +174,7 @@ def decoder(store: Drafter, text: Sequence[int], **settings: Any) -> Decoder:
 TEXT = [*range(10, 30), 0]
 
 
-def test_a_response_that_was_learned_is_drafted(memory: Memory) -> None:
+def test_a_response_that_was_learned_is_drafted(memory: ResponseMemory) -> None:
     store = Datastore(WORDS, memory=memory, learn=True)
     calls = [generate(decoder(store, TEXT), [request([1, 2], 21, GREEDY)])[0].stats.target_calls for _ in range(3)]
     assert calls[0] == 21 and calls[1] == calls[2] < 7
@@ -184,7 +184,7 @@ def test_a_response_that_was_learned_is_drafted(memory: Memory) -> None:
     assert memory.totals()[0].entries == 1
 
 
-def test_what_was_cut_off_is_not_learned(memory: Memory) -> None:
+def test_what_was_cut_off_is_not_learned(memory: ResponseMemory) -> None:
     store = Datastore(WORDS, memory=memory, learn=True)
     stream = rounds(decoder(store, TEXT), [request([1, 2], 21, GREEDY)])
     next(stream)
@@ -195,7 +195,7 @@ def test_what_was_cut_off_is_not_learned(memory: Memory) -> None:
     assert not store.traces  # nobody else holds the row: neither do we
 
 
-def test_a_stop_in_mid_round_learns_what_was_emitted(memory: Memory) -> None:
+def test_a_stop_in_mid_round_learns_what_was_emitted(memory: ResponseMemory) -> None:
     store = Datastore(WORDS, memory=memory, learn=True)
     generate(decoder(store, TEXT), [request([1, 2], 21, GREEDY)])
     (done,) = generate(decoder(store, TEXT), [request([1, 2], 21, GREEDY, eos=frozenset({15}))])
@@ -203,7 +203,7 @@ def test_a_stop_in_mid_round_learns_what_was_emitted(memory: Memory) -> None:
     assert sorted(len(response) for _, response in memory.nearest("default", [1, 2], 9)) == [6, 21]
 
 
-def test_one_tenant_s_response_is_no_other_s_draft(memory: Memory) -> None:
+def test_one_tenant_s_response_is_no_other_s_draft(memory: ResponseMemory) -> None:
     def tenant(request: Request) -> str:
         return "one" if request.prompt[0] == 1 else "two"
 
@@ -214,7 +214,7 @@ def test_one_tenant_s_response_is_no_other_s_draft(memory: Memory) -> None:
     assert [(total.namespace, total.entries) for total in memory.totals()] == [("one", 1), ("two", 1)]
 
 
-def test_rows_of_one_batch_keep_to_their_namespaces(memory: Memory) -> None:
+def test_rows_of_one_batch_keep_to_their_namespaces(memory: ResponseMemory) -> None:
     memory.add("one", [5, 5], TEXT)
     store = Datastore(
         WORDS, memory=memory, namespace=lambda request: "one" if request.prompt[0] == 1 else "two", settings=ALONE
@@ -222,7 +222,7 @@ def test_rows_of_one_batch_keep_to_their_namespaces(memory: Memory) -> None:
     assert drafted(store, [row([1, 5]), row([3, 5]), row([1, 5])], [2, 2, 2]) == [TEXT[:2], [], TEXT[:2]]
 
 
-def test_a_memory_that_cannot_be_written_costs_no_response(memory: Memory) -> None:
+def test_a_memory_that_cannot_be_written_costs_no_response(memory: ResponseMemory) -> None:
     store = Datastore(WORDS, memory=memory, learn=True)
     with closing(sqlite3.connect(memory.path)) as other, other:
         other.execute("CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
@@ -241,7 +241,7 @@ def documents() -> Datastore:
     return Datastore(VOCAB, Corpus.build([[0, 1, 2, 2, 1, 0, 0, 2], [1, 1, 0, 2, 1, 2]], VOCAB))
 
 
-def recalling(memory: Memory) -> Callable[[], Datastore]:
+def recalling(memory: ResponseMemory) -> Callable[[], Datastore]:
     """The same of a memory, which answers from the beginning on."""
     memory.add("default", PROMPT, [2, 0, 1, 1])
     memory.add("default", PROMPT[1:], [2, 1, 1, 0])
@@ -267,7 +267,7 @@ def test_the_law_is_the_target_s(rule: rules.Rule, pair: str, gammas: tuple[int,
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
-def test_the_law_with_a_memory_is_the_target_s(rule: rules.Rule, pair: str, memory: Memory) -> None:
+def test_the_law_with_a_memory_is_the_target_s(rule: rules.Rule, pair: str, memory: ResponseMemory) -> None:
     assert distance(pair, rule, (2, 1), 3, recalling(memory)) < EXACT
 
 
@@ -282,7 +282,7 @@ def test_a_law_that_hides_the_draft_would_be_noticed() -> None:
     assert distance("generic", rules.TOKEN, (2,), 3, lambda: Altered(documents(), spread)) > WRONG
 
 
-def test_coupled_texts_do_not_depend_on_the_store(memory: Memory) -> None:
+def test_coupled_texts_do_not_depend_on_the_store(memory: ResponseMemory) -> None:
     target = scorer(dirichlet_table(3))
     memory.add("default", [1, 0], [0, 1, 2, 0, 1])
     texts = []
@@ -298,7 +298,7 @@ def test_coupled_texts_do_not_depend_on_the_store(memory: Memory) -> None:
 def test_greedy_texts_of_a_model_are_its_own_while_rows_come_and_go(batch_size: int, tmp_path: Path) -> None:
     """A real model with a cache that rolls back; the next prompts draft from what these ones said."""
     model = tiny(FAMILIES["llama"])
-    memory = Memory(tmp_path / "m", InputEmbeddings(model.get_input_embeddings().weight))
+    memory = ResponseMemory(tmp_path / "m", InputEmbeddings(model.get_input_embeddings().weight))
     store = Datastore(HF_VOCAB, Corpus.build([list(range(HF_VOCAB)) * 2], HF_VOCAB), memory, learn=True)
     one = Decoder(CausalScorer(model), store, controller=Fixed(4), batch_size=batch_size)
     requests = [request([3 + i, 5, 7 * i % 9, 2], 6 + 5 * i, GREEDY, key=i) for i in range(4)]

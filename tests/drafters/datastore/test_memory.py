@@ -19,7 +19,7 @@ import torch
 
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder, unit
 from slipstream.drafters.datastore.index import ExactIndex, index
-from slipstream.drafters.datastore.memory import Limits, Memory, Totals
+from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory, Totals
 
 DIMENSION = 8
 
@@ -40,18 +40,18 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def memory(path: Path) -> Iterator[Memory]:
-    memory = Memory(path, Spelled())
+def memory(path: Path) -> Iterator[ResponseMemory]:
+    memory = ResponseMemory(path, Spelled())
     yield memory
     memory.close()
 
 
-def responses(memory: Memory, namespace: str, request: Sequence[int], count: int = 3) -> list[list[int]]:
+def responses(memory: ResponseMemory, namespace: str, request: Sequence[int], count: int = 3) -> list[list[int]]:
     """The nearest responses."""
     return [response.tolist() for _, response in memory.nearest(namespace, request, count)]
 
 
-def test_the_nearest_requests_answer_first(memory: Memory) -> None:
+def test_the_nearest_requests_answer_first(memory: ResponseMemory) -> None:
     for request, response in (([1, 1, 1], [10]), ([1, 2], [20, 21]), ([5], [30])):
         memory.add("a", request, response)
     assert responses(memory, "a", [1]) == [[10], [20, 21], [30]]
@@ -60,7 +60,7 @@ def test_the_nearest_requests_answer_first(memory: Memory) -> None:
     assert responses(memory, "a", [7], 0) == []
 
 
-def test_namespaces_are_apart(memory: Memory) -> None:
+def test_namespaces_are_apart(memory: ResponseMemory) -> None:
     memory.add("a", [1], [10])
     memory.add("b", [1], [20])
     assert responses(memory, "a", [1]) == [[10]] and responses(memory, "b", [1]) == [[20]]
@@ -71,7 +71,7 @@ def test_namespaces_are_apart(memory: Memory) -> None:
 
 
 def test_a_namespace_that_is_full_evicts_no_other(path: Path) -> None:
-    memory = Memory(path, Spelled(), limits=Limits(entries=4))
+    memory = ResponseMemory(path, Spelled(), limits=NamespaceLimits(entries=4))
     memory.add("quiet", [1], [10])
     for token in range(40):
         memory.add("loud", [1], [token])
@@ -81,7 +81,7 @@ def test_a_namespace_that_is_full_evicts_no_other(path: Path) -> None:
 
 
 def test_what_was_not_used_for_longest_goes_first(path: Path) -> None:
-    memory = Memory(path, Spelled(), limits=Limits(entries=3))
+    memory = ResponseMemory(path, Spelled(), limits=NamespaceLimits(entries=3))
     for token in (1, 2, 3):
         memory.add("a", [token], [token])
     assert responses(memory, "a", [1], 1) == [[1]]  # used: younger than 2 and 3 now
@@ -90,14 +90,14 @@ def test_what_was_not_used_for_longest_goes_first(path: Path) -> None:
     left = sorted(responses(memory, "a", [1, 2, 3, 4], 9))
     assert [4] in left and [3] not in left and len(left) < 4
     memory.close()
-    again = Memory(path, Spelled())
+    again = ResponseMemory(path, Spelled())
     assert sorted(responses(again, "a", [1, 2, 3, 4], 9)) == left
     again.close()
 
 
 def test_bytes_are_bounded(path: Path) -> None:
     limit = 1000
-    memory = Memory(path, Spelled(), limits=Limits(bytes=limit))
+    memory = ResponseMemory(path, Spelled(), limits=NamespaceLimits(bytes=limit))
     for size in range(1, 60):
         memory.add("a", [size], list(range(size)))
         assert 0 < memory.totals()[0].bytes <= limit
@@ -108,8 +108,8 @@ def test_bytes_are_bounded(path: Path) -> None:
     memory.close()
 
 
-def test_one_process_sees_what_another_writes_and_removes(path: Path, memory: Memory) -> None:
-    other = Memory(path, Spelled())
+def test_one_process_sees_what_another_writes_and_removes(path: Path, memory: ResponseMemory) -> None:
+    other = ResponseMemory(path, Spelled())
     assert responses(memory, "a", [1]) == responses(other, "a", [1]) == []
     other.add("a", [1], [10])
     assert responses(memory, "a", [1]) == [[10]]
@@ -122,7 +122,7 @@ def test_one_process_sees_what_another_writes_and_removes(path: Path, memory: Me
     other.close()
 
 
-def test_texts_are_for_the_owner_s_eyes(path: Path, memory: Memory) -> None:
+def test_texts_are_for_the_owner_s_eyes(path: Path, memory: ResponseMemory) -> None:
     memory.add("a", [1], [10])
     assert {file.stat().st_mode & 0o077 for file in path.parent.iterdir()} == {0}
 
@@ -133,7 +133,7 @@ def in_sql(path: Path, statement: str) -> None:
         connection.execute(statement)
 
 
-def test_forgotten_bytes_are_gone_from_the_disk(path: Path, memory: Memory) -> None:
+def test_forgotten_bytes_are_gone_from_the_disk(path: Path, memory: ResponseMemory) -> None:
     secret = np.arange(70_000, 70_100, dtype="<u4").tobytes()
     memory.add("a", [1], np.frombuffer(secret, "<u4").tolist())
     memory.add("b", [1], [10])
@@ -150,35 +150,35 @@ def test_forgotten_bytes_are_gone_from_the_disk(path: Path, memory: Memory) -> N
 @pytest.mark.parametrize("limits", [{"entries": 0}, {"bytes": 0}])
 def test_limits_are_checked(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="1 or more"):
-        Limits(**limits)
+        NamespaceLimits(**limits)
 
 
-def test_empty_requests_are_refused(memory: Memory) -> None:
+def test_empty_requests_are_refused(memory: ResponseMemory) -> None:
     for request, response in (([], [1]), ([1], [])):
         with pytest.raises(ValueError, match="at least one token"):
             memory.add("a", request, response)
 
 
 def test_another_tokenizer_or_embedding_is_refused(path: Path) -> None:
-    Memory(path, Spelled(), "ours").close()
+    ResponseMemory(path, Spelled(), "ours").close()
     other = Spelled()
     other.name = "other"
     with pytest.raises(ValueError, match=r"another embedding .*\.$"):
-        Memory(path, other, "ours")
+        ResponseMemory(path, other, "ours")
     with pytest.raises(ValueError, match=r"another tokenizer .*\.$"):
-        Memory(path, Spelled(), "theirs")
-    Memory(path, Spelled()).close()  # nobody says which: not compared
+        ResponseMemory(path, Spelled(), "theirs")
+    ResponseMemory(path, Spelled()).close()  # nobody says which: not compared
 
 
 def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"this is no database, but long enough to look like one" * 40)
     with pytest.raises(ValueError, match=r"damaged or no memory.*\.$"):
-        Memory(tmp_path / "text", Spelled())
+        ResponseMemory(tmp_path / "text", Spelled())
     with pytest.raises(OSError):
-        Memory(tmp_path / "absent" / "folder", Spelled())
+        ResponseMemory(tmp_path / "absent" / "folder", Spelled())
 
 
-def test_a_failing_write_is_an_error_and_leaves_nothing(memory: Memory) -> None:
+def test_a_failing_write_is_an_error_and_leaves_nothing(memory: ResponseMemory) -> None:
     memory.add("a", [1], [10])
     in_sql(memory.path, "CREATE TRIGGER no BEFORE INSERT ON entries BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.raises(OSError, match="full"):
@@ -247,7 +247,7 @@ def test_two_write_and_one_is_killed_without_a_loss(path: Path) -> None:
         assert sum(lines[0] <= number < lines[0] + 10**6 for number in held) - len(lines) in (0, 1)
 
 
-def test_the_loss_of_an_entry_would_be_noticed(path: Path, memory: Memory) -> None:
+def test_the_loss_of_an_entry_would_be_noticed(path: Path, memory: ResponseMemory) -> None:
     memory.add("shared", [1, 2], [1, 1])
     database = sqlite3.connect(path)
     database.execute("DELETE FROM entries")
@@ -259,7 +259,7 @@ def test_the_loss_of_an_entry_would_be_noticed(path: Path, memory: Memory) -> No
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_process_opens_the_file_again(path: Path, memory: Memory) -> None:
+def test_a_forked_process_opens_the_file_again(path: Path, memory: ResponseMemory) -> None:
     memory.add("a", [1], [10])
     child = os.fork()
     if not child:
@@ -290,7 +290,7 @@ def test_the_search_is_exact(size: int) -> None:
     assert [name for _, name in held.search(query, 4)] == [i for i in want if i % 2][:4]
 
 
-def test_of_equal_requests_the_latest_comes_first(memory: Memory) -> None:
+def test_of_equal_requests_the_latest_comes_first(memory: ResponseMemory) -> None:
     for token in (3, 4, 5):
         memory.add("a", [1], [token])
     assert responses(memory, "a", [1]) == [[5], [4], [3]]
@@ -300,7 +300,7 @@ def test_very_many_entries_ask_for_faiss(monkeypatch: pytest.MonkeyPatch, path: 
     monkeypatch.setitem(sys.modules, "faiss", None)
     assert isinstance(index(DIMENSION, 100_000), ExactIndex)
     with pytest.raises(ValueError, match=r"pip install slipstream\[faiss\]"):
-        Memory(path, Spelled(), limits=Limits(entries=100_001))
+        ResponseMemory(path, Spelled(), limits=NamespaceLimits(entries=100_001))
     assert not path.exists()
 
 

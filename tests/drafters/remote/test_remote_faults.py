@@ -31,8 +31,8 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.address import Settings
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, Kind, encode
-from slipstream.drafters.remote.hello import Refused, Vocabulary
+from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameType, encode
+from slipstream.drafters.remote.hello import Refused, VocabularySketch
 from slipstream.drafters.remote.link import Connection
 from toys import GREEDY, PAIRS, SAMPLE, VOCAB, request, scorer
 
@@ -85,7 +85,7 @@ def check_texts(remote: RemoteDrafter) -> Stats:
 
 @contextmanager
 def behind(
-    fault: Fault, kinds: Sequence[Kind] = (Kind.DRAFT,), **settings: Any
+    fault: Fault, kinds: Sequence[FrameType] = (FrameType.DRAFT,), **settings: Any
 ) -> Iterator[tuple[RemoteDrafter, Wire]]:
     """A client of a server behind a wire that spoils frames of these kinds."""
     how = {"timeout": 0.08, "quiet": 0.4, **settings}
@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "wrong magic": (lambda wire, data: head(data, magic=b"HTTP"), "disconnected"),
     "wrong version": (lambda wire, data: head(data, version=99), "disconnected"),
     "unknown kind": (lambda wire, data: head(data, kind=77), "disconnected"),
-    "a client's kind": (lambda wire, data: head(data, kind=Kind.OPEN), "disconnected"),
+    "a client's kind": (lambda wire, data: head(data, kind=FrameType.OPEN), "disconnected"),
     "wrong sequence": (lambda wire, data: head(data, sequence=12345), "late"),
     "garbage": (lambda wire, data: bytes(range(256)), "disconnected"),
     "no JSON": (lambda wire, data: body(data, b"\xff{]"), "disconnected"),
@@ -194,7 +194,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         "refused",
     ),
     "refusals": (
-        lambda wire, data: encode(Frame(Kind.REFUSAL, HEAD.unpack(data[:16])[3], {"reason": "no"})),
+        lambda wire, data: encode(Frame(FrameType.REFUSAL, HEAD.unpack(data[:16])[3], {"reason": "no"})),
         "refused",
     ),
     "late": (later, "late"),
@@ -296,7 +296,7 @@ def test_control_a_law_that_is_whole_is_used() -> None:
 
 def refusal(port: int, vocab: int = VOCAB, **settings: Any) -> str:
     """What a client is told that cannot use a server."""
-    connection = Connection(Settings("127.0.0.1", port, quiet=1.0, **settings), Vocabulary(vocab))
+    connection = Connection(Settings("127.0.0.1", port, quiet=1.0, **settings), VocabularySketch(vocab))
     try:
         with pytest.raises(Refused) as error:
             connection.first_word(5)
@@ -318,7 +318,7 @@ def test_a_wrong_key_is_one_sentence_on_both_sides() -> None:
 def test_a_server_without_the_key_is_not_believed() -> None:
     """It lets the client in, but cannot answer the client's own number."""
     forged: Fault = values(proof=lambda proof: "0" * len(proof))
-    with serving(model(), VOCAB, key=b"k") as port, Wire(port, forged, (Kind.WELCOME,)) as wire:
+    with serving(model(), VOCAB, key=b"k") as port, Wire(port, forged, (FrameType.WELCOME,)) as wire:
         assert "keys" in refusal(wire.port, key=b"k")
 
 
@@ -328,11 +328,11 @@ def test_another_vocabulary_is_one_sentence() -> None:
 
 
 def test_vocabularies_are_compared_by_what_ids_mean() -> None:
-    ours = Vocabulary(9000, tuple("abcdefghi"))
-    assert ours.fits(Vocabulary(9100, tuple("abcdefghj")))  # some tokens were added at the end
-    assert ours.fits(Vocabulary(9000)) and not ours.fits(Vocabulary(9100))
-    assert not ours.fits(Vocabulary(9000, tuple("abcdefXYi")))
-    assert not Vocabulary(50, ("a",)).fits(Vocabulary(50, ("b",)))
+    ours = VocabularySketch(9000, tuple("abcdefghi"))
+    assert ours.fits(VocabularySketch(9100, tuple("abcdefghj")))  # some tokens were added at the end
+    assert ours.fits(VocabularySketch(9000)) and not ours.fits(VocabularySketch(9100))
+    assert not ours.fits(VocabularySketch(9000, tuple("abcdefXYi")))
+    assert not VocabularySketch(50, ("a",)).fits(VocabularySketch(50, ("b",)))
 
 
 def test_what_is_no_draft_server_says_so() -> None:
@@ -353,7 +353,7 @@ def test_what_is_no_draft_server_says_so() -> None:
 @pytest.mark.parametrize("greets", [False, True], ids=["nobody speaks", "half-open"])
 def test_a_server_that_says_nothing_costs_little(greets: bool) -> None:
     """One that never greets, and one whose answers and pongs stop: rounds go on, and the connection is given up."""
-    kinds = (Kind.DRAFT, Kind.PONG) if greets else (Kind.HELLO,)
+    kinds = (FrameType.DRAFT, FrameType.PONG) if greets else (FrameType.HELLO,)
     with behind(lambda wire, data: b"", kinds, quiet=0.15) as (remote, wire):
         counted = check_texts(remote)
         time.sleep(0.3)
@@ -380,14 +380,14 @@ def test_a_server_ends_though_its_clients_go_on_writing() -> None:
     """Python 3.11's `wait_for` loses being cancelled where a frame comes at that moment, and the server would wait."""
     for _ in range(5):
         with serving(model(), VOCAB) as port:
-            connection = Connection(Settings("127.0.0.1", port, quiet=1.0), Vocabulary(VOCAB))
+            connection = Connection(Settings("127.0.0.1", port, quiet=1.0), VocabularySketch(VOCAB))
             connection.first_word(5)
             generation, ended = connection.generation, threading.Event()
             assert generation
 
             def write(to: Connection = connection, number: int = generation, end: threading.Event = ended) -> None:
                 while not end.wait(0.0002):
-                    to.tell(number, [Frame(Kind.PING, 1)] * 20)
+                    to.tell(number, [Frame(FrameType.PING, 1)] * 20)
 
             writing = threading.Thread(target=write)
             writing.start()
@@ -451,7 +451,7 @@ def test_an_answer_that_was_late_does_not_stand_for_the_next_one() -> None:
 def test_the_server_survives_what_clients_send() -> None:
     """Garbage, huge frames, questions about unknown rows: the one who sends them is sent away, the others go on."""
     with serving(model(), VOCAB) as port:
-        stranger = HEAD.pack(b"SLDR", 1, Kind.PROOF, 0, LARGEST)  # no bytes are kept of who has not shown the key
+        stranger = HEAD.pack(b"SLDR", 1, FrameType.PROOF, 0, LARGEST)  # no bytes are kept of who has not shown the key
         for nonsense in (b"\0" * 64, bytes(range(256)), HEAD.pack(b"SLDR", 1, 4, 0, 9), stranger, b"SLDR", b""):
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(nonsense)
@@ -461,7 +461,9 @@ def test_the_server_survives_what_clients_send() -> None:
                     pass
         with connected(port, VOCAB, timeout=2.0) as remote:
             generation = remote.link.generation
-            remote.link.tell(generation, [Frame(Kind.PROPOSE, 5, {"row": [1]}), Frame(Kind.OPEN, 5, {"row": -1})])
+            remote.link.tell(
+                generation, [Frame(FrameType.PROPOSE, 5, {"row": [1]}), Frame(FrameType.OPEN, 5, {"row": -1})]
+            )
             assert not check_texts(remote).undrafted
 
 

@@ -27,9 +27,9 @@ from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use
-from slipstream.drafters.remote.hello import Vocabulary
+from slipstream.drafters.remote.hello import VocabularySketch
 from slipstream.drafters.remote.link import Connection
-from slipstream.drafters.remote.messages import Mode, OpenRow, settings_of
+from slipstream.drafters.remote.messages import DraftMode, OpenRow, settings_of
 from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
 from slipstream.models.causal import CausalScorer
@@ -166,9 +166,9 @@ def test_settings_of_sampling_travel() -> None:
         temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2, logit_bias={3: -2.0}, min_new_tokens=2,
         eos=frozenset([1]),
     )  # fmt: skip
-    opened = OpenRow(1, Mode.LAW, settings_of(sampling), (1, 2), 1)
+    opened = OpenRow(1, DraftMode.LAW, settings_of(sampling), (1, 2), 1)
     assert repr(opened.sampler()) == repr(sampling)
-    assert repr(replace(opened, mode=Mode.GUESS).sampler()) == repr(replace(sampling, temperature=0.0))
+    assert repr(replace(opened, mode=DraftMode.GUESS).sampler()) == repr(replace(sampling, temperature=0.0))
 
 
 # ---- as users write it ------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def test_the_embedded_draft_over_tcp() -> None:
         found = engine.generate("def f(x):", max_new_tokens=12)[0]
         assert found.tokens == engine.generate("def f(x):", max_new_tokens=12, plain=True)[0].tokens
         assert found.stats.accepted and not found.stats.undrafted
-        wrong = Vocabulary.of(vocabulary.size, load_tokenizer(EMBEDDED / "target"))
-        assert vocabulary.fits(wrong) and not vocabulary.fits(Vocabulary(vocabulary.size, ("other",)))
+        wrong = VocabularySketch.of(vocabulary.size, load_tokenizer(EMBEDDED / "target"))
+        assert vocabulary.fits(wrong) and not vocabulary.fits(VocabularySketch(vocabulary.size, ("other",)))
 
 
 @pytest.mark.parametrize(

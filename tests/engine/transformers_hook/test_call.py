@@ -34,7 +34,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria
 
 from slipstream.decoding.rules import BLOCK, COUPLED
-from slipstream.engine.transformers_hook.custom_generate import Speculation, custom_generate
+from slipstream.engine.transformers_hook.custom_generate import CustomGenerate, custom_generate
 from slipstream.execution.names import CACHE, state_in, with_cache
 from toys import FAMILIES, HF_VOCAB, rare, tiny
 
@@ -55,7 +55,7 @@ def pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, draft
 
 
-def hook(family: str = "llama", gamma: int = 4) -> Speculation:
+def hook(family: str = "llama", gamma: int = 4) -> CustomGenerate:
     """A fresh callable with the family's noisy draft."""
     return custom_generate(pair(family)[1], gamma)
 
@@ -121,7 +121,7 @@ def test_stop_strings_with_their_tokenizer(eos: int | None) -> None:
 
 def test_signatures_can_be_asked_for_at_any_time() -> None:
     assert "tokenizer" in inspect.signature(hook()).parameters
-    assert list(inspect.signature(Speculation).parameters) == ["draft", "controller", "rule", "seed"]
+    assert list(inspect.signature(CustomGenerate).parameters) == ["draft", "controller", "rule", "seed"]
 
 
 def test_stop_strings_need_their_tokenizer() -> None:

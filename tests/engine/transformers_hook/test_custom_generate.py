@@ -41,7 +41,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.rules import BLOCK, COUPLED
 from slipstream.engine.transformers_hook import custom_generate as custom_generation
 from slipstream.engine.transformers_hook.batch import Batch, Prompt
-from slipstream.engine.transformers_hook.custom_generate import Speculation, custom_generate
+from slipstream.engine.transformers_hook.custom_generate import CustomGenerate, custom_generate
 from slipstream.execution.names import CACHE, state_in
 from slipstream.models.loading.load import load_model
 from toys import FAMILIES, HF_VOCAB, tiny
@@ -63,7 +63,7 @@ def pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, draft
 
 
-def hook(gamma: int = 4, family: str = "llama", **options: Any) -> Speculation:
+def hook(gamma: int = 4, family: str = "llama", **options: Any) -> CustomGenerate:
     """A fresh callable with the family's noisy draft."""
     return custom_generate(pair(family)[1], gamma, **options)
 
@@ -73,7 +73,7 @@ def padded(ids: Tensor = BATCH) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "pad_token_id": PAD}
 
 
-def both(model: PreTrainedModel, speculate: Speculation, **kwargs: Any) -> tuple[Any, Any]:
+def both(model: PreTrainedModel, speculate: CustomGenerate, **kwargs: Any) -> tuple[Any, Any]:
     """What generate returns without and with the hook."""
     return model.generate(**kwargs), model.generate(**kwargs, custom_generate=speculate)
 

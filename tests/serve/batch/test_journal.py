@@ -10,18 +10,22 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.batch.forms import OPENAI, PLAIN, Answer, refused
+from slipstream.serve.batch.forms import OPENAI, PLAIN, ServerReply, refused
 from slipstream.serve.batch.journal import Journal, Printed
-from slipstream.serve.batch.lines import Line
+from slipstream.serve.batch.lines import BatchLine
 
 FACTS = {"settings": "one", "prompts": "two"}
-LINES = [Line(0, "ä", "/v1/completions"), Line(1, None, "/v1/completions"), Line(2, "c", "/v1/completions", {}, OPENAI)]
+LINES = [
+    BatchLine(0, "ä", "/v1/completions"),
+    BatchLine(1, None, "/v1/completions"),
+    BatchLine(2, "c", "/v1/completions", {}, OPENAI),
+]
 
 
-def answer(text: str) -> Answer:
+def answer(text: str) -> ServerReply:
     """What a server answers to a completion."""
     usage = {"prompt_tokens": 1, "completion_tokens": len(text)}
-    return Answer(200, {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}], "usage": usage}, "r")
+    return ServerReply(200, {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}], "usage": usage}, "r")
 
 
 ANSWERS = [answer("zero\n"), refused("it is too long."), answer("zwei \ud800")]
@@ -155,7 +159,7 @@ def test_answers_become_a_table(tmp_path: Path) -> None:
 
 def test_several_samples_stand_in_one_line() -> None:
     choices = [{"index": i, "message": {"content": text}, "finish_reason": "stop"} for i, text in enumerate("ab")]
-    found = Answer(200, {"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+    found = ServerReply(200, {"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
     record: dict[str, Any] = PLAIN.record(0, "x", found)
     assert record["text"] == "a" and [sample["text"] for sample in record["samples"]] == ["a", "b"]
 

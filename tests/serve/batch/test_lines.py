@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.batch.forms import OPENAI, PLAIN
-from slipstream.serve.batch.lines import Defaults, Line, fingerprint, read_lines
+from slipstream.serve.batch.lines import BatchLine, Defaults, fingerprint, read_lines
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -29,9 +29,9 @@ def test_our_own_lines_become_requests(tmp_path: Path) -> None:
         written(tmp_path, {"id": "a", "prompt": "x", "top_k": 3}, {"id": 7, "messages": CHAT}, {"tokens": [1, 2]})
     )
     assert found == [
-        Line(0, "a", "/v1/completions", {"prompt": "x", "top_k": 3}),
-        Line(1, 7, "/v1/chat/completions", {"messages": CHAT}),
-        Line(2, None, "/v1/completions", {"prompt": [1, 2]}),
+        BatchLine(0, "a", "/v1/completions", {"prompt": "x", "top_k": 3}),
+        BatchLine(1, 7, "/v1/chat/completions", {"messages": CHAT}),
+        BatchLine(2, None, "/v1/completions", {"prompt": [1, 2]}),
     ]
     assert [line.name for line in found] == ["a", "7", "2"]
 
@@ -40,7 +40,7 @@ def test_lines_of_openais_batches_become_requests(tmp_path: Path) -> None:
     body = {"model": "m", "messages": CHAT}
     record = {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (line,) = read_lines(written(tmp_path, record))
-    assert line == Line(0, "r1", "/v1/chat/completions", body, OPENAI)
+    assert line == BatchLine(0, "r1", "/v1/chat/completions", body, OPENAI)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_table_holds_prompts_and_its_nulls_are_not_given(tmp_path: Path) -> No
     columns = {name: [row.get(name) for row in rows] for name in ("id", "prompt", "messages", "seed")}
     write_table(pyarrow.table(columns), tmp_path / "prompts.parquet")
     first, second = read_lines(tmp_path / "prompts.parquet")
-    assert first == Line(0, "a", "/v1/completions", {"prompt": "x"})
-    assert second == Line(1, "b", "/v1/chat/completions", {"messages": CHAT, "seed": 5})
+    assert first == BatchLine(0, "a", "/v1/completions", {"prompt": "x"})
+    assert second == BatchLine(1, "b", "/v1/chat/completions", {"messages": CHAT, "seed": 5})
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(ValueError, match=r"cannot read .*broken\.parquet"):
         read_lines(tmp_path / "broken.parquet")
@@ -116,38 +116,38 @@ def test_files_that_make_no_batch_are_refused(tmp_path: Path, records: list[Any]
 
 def test_options_stand_behind_what_a_line_says() -> None:
     defaults = Defaults({"top_k": 5}, {"temperature": 0.0, "max_tokens": 128})
-    ours = Line(0, None, "/v1/completions", {"prompt": "x", "max_tokens": 3})
+    ours = BatchLine(0, None, "/v1/completions", {"prompt": "x", "max_tokens": 3})
     assert defaults.complete(ours).body == {"prompt": "x", "max_tokens": 3, "temperature": 0.0, "top_k": 5}
-    openai_line = Line(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0}, OPENAI)
+    openai_line = BatchLine(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0}, OPENAI)
     assert defaults.complete(openai_line).body == {"prompt": "x", "temperature": 0, "top_k": 5}
-    renamed = Line(0, None, "/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 9})
+    renamed = BatchLine(0, None, "/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 9})
     assert "max_tokens" not in defaults.complete(renamed).body
-    wrong = Line(0, error="no")
+    wrong = BatchLine(0, error="no")
     assert defaults.complete(wrong) is wrong
 
 
 def test_a_sampled_line_gets_a_seed_of_its_own_that_stays() -> None:
-    def seed(line: Line, number: int = 0) -> Any:
+    def seed(line: BatchLine, number: int = 0) -> Any:
         return Defaults(plain={"temperature": 1.0}, seed=number).complete(line).body.get("seed")
 
-    one, other = (Line(index, name, "/v1/completions", {"prompt": "x"}) for index, name in enumerate("ab"))
-    moved = Line(7, "a", "/v1/completions", {"prompt": "x"})
+    one, other = (BatchLine(index, name, "/v1/completions", {"prompt": "x"}) for index, name in enumerate("ab"))
+    moved = BatchLine(7, "a", "/v1/completions", {"prompt": "x"})
     assert seed(one) == seed(one) == seed(moved), "the id decides, not the place"
     assert len({seed(one), seed(other), seed(one, 1)}) == 3
     assert 0 <= seed(one) < 1 << 63, "what a request's seed may be"
-    assert seed(Line(0, "a", "/v1/completions", {"prompt": "x", "seed": 4})) == 4
-    assert seed(Line(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0})) is None
-    assert seed(Line(0, "a", "/v1/responses", {"input": "x"}, OPENAI)) is None, "this endpoint has no seeds"
+    assert seed(BatchLine(0, "a", "/v1/completions", {"prompt": "x", "seed": 4})) == 4
+    assert seed(BatchLine(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0})) is None
+    assert seed(BatchLine(0, "a", "/v1/responses", {"input": "x"}, OPENAI)) is None, "this endpoint has no seeds"
 
 
 def test_a_fingerprint_differs_where_anything_does() -> None:
-    line = Line(0, "a", "/v1/completions", {"prompt": "x"})
+    line = BatchLine(0, "a", "/v1/completions", {"prompt": "x"})
     others = [
-        Line(1, "a", "/v1/completions", {"prompt": "x"}),
-        Line(0, "b", "/v1/completions", {"prompt": "x"}),
-        Line(0, "a", "/v1/chat/completions", {"prompt": "x"}),
-        Line(0, "a", "/v1/completions", {"prompt": "y"}),
-        Line(0, "a", "/v1/completions", {"prompt": "x"}, OPENAI),
+        BatchLine(1, "a", "/v1/completions", {"prompt": "x"}),
+        BatchLine(0, "b", "/v1/completions", {"prompt": "x"}),
+        BatchLine(0, "a", "/v1/chat/completions", {"prompt": "x"}),
+        BatchLine(0, "a", "/v1/completions", {"prompt": "y"}),
+        BatchLine(0, "a", "/v1/completions", {"prompt": "x"}, OPENAI),
     ]
     assert line.form is PLAIN
     assert len({fingerprint([each.facts]) for each in [line, *others]}) == 6

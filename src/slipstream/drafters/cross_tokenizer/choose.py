@@ -13,10 +13,10 @@ from slipstream.core.draws import Key, Purpose, draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.round import Context, Round
-from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
-from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
+from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, CommonTokens, Vocabulary
 
 ENOUGH = 0.6
 """The least share of common tokens with which sampling uses them (docs/tokenizers.md has the measurement)."""
@@ -24,7 +24,10 @@ ENOUGH = 0.6
 ROWS, STEPS = 4, 32
 """The number of texts that the draft writes, and the tokens of each, to measure the share of common tokens."""
 
-METHODS: dict[str, Callable[[Reader], Drafter]] = {"intersection": TokenIntersection, "strings": StringMatch}
+METHODS: dict[str, Callable[[RetokenizingReader], Drafter]] = {
+    "intersection": TokenIntersection,
+    "strings": StringMatch,
+}
 """The drafters by the names of methods that users give."""
 
 
@@ -61,11 +64,11 @@ def foreign(
     if method is not None and method not in METHODS:
         raise ValueError(f"vocabulary={method!r} is not possible: choose {' or '.join(METHODS)}.")
     target_vocabulary, draft_vocabulary = map(Vocabulary.of, tokenizers)
-    reader = Reader(
+    reader = RetokenizingReader(
         draft,
         target_vocabulary,
         draft_vocabulary,
-        Common.of(target_vocabulary, draft_vocabulary, (target.vocab, draft.vocab)),
+        CommonTokens.of(target_vocabulary, draft_vocabulary, (target.vocab, draft.vocab)),
     )
     part = share(reader)
     facts = (
@@ -82,7 +85,7 @@ def foreign(
 
 
 @torch.inference_mode()
-def share(reader: Reader) -> float:
+def share(reader: RetokenizingReader) -> float:
     """Return the share (0 to 1) of the target's tokens that the draft has too, in texts that the draft writes."""
     scorer, begin = reader.scorer, reader.draft.prefix or (_first(reader.draft),)
     scorer.add(ROWS)

@@ -12,7 +12,7 @@ from slipstream.core.draft import padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
-from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, Common, Vocabulary
+from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, CommonTokens, Vocabulary
 from slipstream.drafters.following import still_first
 
 LONG = 128
@@ -87,14 +87,14 @@ def _cuts(text: str) -> Iterator[int]:
         yield last
 
 
-class Reading:
+class RetokenizedRow:
     """The tokens of one row, in the draft's vocabulary.
 
     Bytes are converted to characters when these are complete; until then their tokens are replaced by counterparts.
     Special tokens are read as the draft's of the same name or role, and skipped if it has none.
     """
 
-    def __init__(self, target: Vocabulary, draft: Vocabulary, common: Common) -> None:
+    def __init__(self, target: Vocabulary, draft: Vocabulary, common: CommonTokens) -> None:
         self._target, self._draft, self._common = target, draft, common
         self._before = list(draft.prefix)
         self._encoding = Encoding(draft)
@@ -164,7 +164,7 @@ class Reading:
         self._held = []
 
 
-class Reader:
+class RetokenizingReader:
     """Keeps a draft's cache up to date with the rows of a context, each read in the draft's own tokens.
 
     The cache is kept as far as its tokens equal those of the new reading, after refused drafts as after changed
@@ -172,11 +172,11 @@ class Reader:
     tokens.
     """
 
-    def __init__(self, scorer: Scorer, target: Vocabulary, draft: Vocabulary, common: Common) -> None:
+    def __init__(self, scorer: Scorer, target: Vocabulary, draft: Vocabulary, common: CommonTokens) -> None:
         scorer.free(range(len(scorer.lengths)))  # leftovers of an earlier drafter
         self.scorer, self.target, self.draft, self.common = scorer, target, draft, common
         self.starts: list[int] = []  # the position at which each row's window begins in its reading
-        self.readings: list[Reading] = []
+        self.readings: list[RetokenizedRow] = []
         self._rows: list[Row] = []
         self._fed: list[list[int]] = []  # the tokens in the cache, per row
         self._watch = Stopwatch()
@@ -193,7 +193,7 @@ class Reader:
         self.scorer.add(new)
         self.starts = [*(self.starts[place] for place in kept), *[0] * new]
         self._fed = [*(self._fed[place] for place in kept), *([] for _ in range(new))]
-        fresh = [Reading(self.target, self.draft, self.common) for _ in range(new)]
+        fresh = [RetokenizedRow(self.target, self.draft, self.common) for _ in range(new)]
         self.readings = [*(self.readings[place] for place in kept), *fresh]
         self._rows = list(rows)
         for row, reading in zip(rows, self.readings, strict=True):

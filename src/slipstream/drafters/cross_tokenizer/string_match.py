@@ -10,7 +10,7 @@ import torch
 from slipstream.core.draft import Draft
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import sure
-from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 
 TAIL = 48
 """The number of characters before the drafted text that are encoded together with it."""
@@ -24,7 +24,7 @@ class StringMatch:
     character.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: RetokenizingReader) -> None:
         self.reader, self.scorer = reader, reader.scorer
         self._target, self._draft, common = reader.target, reader.draft, reader.common
         silent = {number for number in range(self.scorer.vocab) if not self._draft.piece(number)}

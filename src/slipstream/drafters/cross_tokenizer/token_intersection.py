@@ -20,7 +20,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.law import Law
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context, Round
-from slipstream.drafters.cross_tokenizer.reader import Reader
+from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.sampled import sample_chain
 
 
@@ -32,7 +32,7 @@ class TokenIntersection:
     token: both are known before the token is sampled, so stopping is exact.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: RetokenizingReader) -> None:
         self.reader, self.scorer, self.common = reader, reader.scorer, reader.common
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:

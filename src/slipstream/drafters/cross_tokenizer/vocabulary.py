@@ -83,7 +83,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, eq=False)
-class Common:
+class CommonTokens:
     """The common tokens of a draft and a target: they write the same bytes, or are special with one name or role.
 
     `drafted` and `wanted` (n,) list the pairs, as ids of the draft and of the target. `to_draft` (target's logits,)
@@ -97,7 +97,7 @@ class Common:
     special: Mapping[int, int]
 
     @staticmethod
-    def of(target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int]) -> Common:
+    def of(target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int]) -> CommonTokens:
         """Find the common tokens; `sizes` are those of target's and draft's logits. Raises ValueError for none."""
         special = dict(_special_pairs(target, draft))
         pairs = {number: draft.ids[piece] for piece, number in target.ids.items() if piece in draft.ids} | special
@@ -111,7 +111,7 @@ class Common:
         to_draft = torch.full((sizes[0],), ABSENT).scatter(0, wanted, drafted)
         if (begin := target.role("bos")) is not None and begin not in special and draft.prefix:
             special[begin] = draft.prefix[0]
-        return Common(drafted, wanted, to_draft, special)
+        return CommonTokens(drafted, wanted, to_draft, special)
 
     def translate(self, logits: Tensor) -> Tensor:
         """Convert the draft's logits (..., its vocabulary) to (..., target's); other tokens become impossible.

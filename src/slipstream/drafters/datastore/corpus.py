@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.files import Kind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, load_tensors, save_tensors
 
-KIND = Kind("corpus", "slipstream.corpus", "2", "build it again")
+KIND = TensorFileKind("corpus", "slipstream.corpus", "2", "build it again")
 
 DEPTH = 64
 """The number of tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""

@@ -23,7 +23,7 @@ from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ByRow, ended, source_tokens, sure
 from slipstream.drafters.datastore.corpus import Corpus, Match
 from slipstream.drafters.datastore.index import Embedder
-from slipstream.drafters.datastore.memory import Limits, Memory
+from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
@@ -76,7 +76,7 @@ class Datastore:
         self,
         vocab: int,
         corpus: Corpus | None = None,
-        memory: Memory | None = None,
+        memory: ResponseMemory | None = None,
         namespace: Namespace = "default",
         learn: bool = False,
         settings: DatastoreSettings | None = None,
@@ -185,15 +185,15 @@ def open_memory(
     folder: str | os.PathLike[str],
     embed: Embedder,
     tokenizer: str = "",
-    limits: Limits | None = None,
+    limits: NamespaceLimits | None = None,
     make: bool = False,
-) -> Memory | None:
-    """Open the memory of a datastore's folder; return None if there is none and not `make`. Errors as of `Memory`."""
+) -> ResponseMemory | None:
+    """Open the memory of a datastore's folder, or None if there is none and not `make`. Raises as `ResponseMemory`."""
     path = Path(folder) / MEMORY
     if not (path.exists() or make):
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
-    return Memory(path, embed, tokenizer, limits)
+    return ResponseMemory(path, embed, tokenizer, limits)
 
 
 def fingerprint(tokenizer: Any) -> str:

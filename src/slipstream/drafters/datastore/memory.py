@@ -51,7 +51,7 @@ FORGET = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class NamespaceLimits:
     """The limits of a namespace, beyond which the least recently used entries are removed."""
 
     entries: int = 100_000
@@ -82,7 +82,7 @@ class _Loaded:
     version: int = -1  # the file's version when it was read
 
 
-class Memory:
+class ResponseMemory:
     """Stores responses by request and namespace, and finds those to the nearest requests.
 
     `nearest` includes entries of other processes. The file must not be on a network file system, whose locks SQLite
@@ -90,13 +90,13 @@ class Memory:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], embed: Embedder, tokenizer: str = "", limits: Limits | None = None
+        self, path: str | os.PathLike[str], embed: Embedder, tokenizer: str = "", limits: NamespaceLimits | None = None
     ) -> None:
         """Open the file or create it, readable by its owner only.
 
         Raises ValueError if it is not a memory, is damaged, or was made with another tokenizer or embedding.
         """
-        self.path, self.embed, self.limits = Path(path), embed, limits or Limits()
+        self.path, self.embed, self.limits = Path(path), embed, limits or NamespaceLimits()
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._touched: dict[str, set[int]] = {}
         self._changes = 0
@@ -267,7 +267,7 @@ def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
 
 
 def forget(path: str | os.PathLike[str], namespace: str) -> None:
-    """Remove a namespace from a file, as `Memory.forget` does.
+    """Remove a namespace from a file, as `ResponseMemory.forget` does.
 
     Raises FileNotFoundError, and ValueError if it has no such namespace.
     """

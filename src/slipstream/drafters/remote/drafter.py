@@ -43,12 +43,12 @@ from slipstream.core.law import Law
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ended
-from slipstream.drafters.remote.frames import Frame, FrameError, Kind
+from slipstream.drafters.remote.frames import Frame, FrameError, FrameType
 from slipstream.drafters.remote.link import REFUSED, Link, Missed
 from slipstream.drafters.remote.messages import (
     AskRow,
+    DraftMode,
     DraftRow,
-    Mode,
     OpenRow,
     ask_frame,
     read_drafts,
@@ -67,7 +67,7 @@ class Held:
 
     row: ref[Row]
     number: int
-    mode: Mode
+    mode: DraftMode
     text: list[int]
     connection: int = 0
 
@@ -154,7 +154,7 @@ class RemoteDrafter:
             if known is not None and known.row() is row:  # Python may use the id of a freed row again
                 self._held[id(row)] = held.pop(id(row))
             else:
-                self._held[id(row)] = Held(ref(row), next(self._numbers), Mode.GUESS, [])
+                self._held[id(row)] = Held(ref(row), next(self._numbers), DraftMode.GUESS, [])
         return [_close(each) for each in held.values() if each.connection]
 
     def _forget(self, number: int) -> None:
@@ -163,13 +163,13 @@ class RemoteDrafter:
             if each.number == number:
                 each.connection = 0
 
-    def _mode(self, context: Context, place: int, drawn: bool) -> Mode:
+    def _mode(self, context: Context, place: int, drawn: bool) -> DraftMode:
         """Return the mode in which a row is drafted; `drawn`: there are random numbers to send for its tokens."""
         if context.rows[place].request.sampler.greedy:
-            return Mode.GUESS
+            return DraftMode.GUESS
         if context.rng.select([place]).coupled:
-            return Mode.COUPLED
-        return Mode.LAW if drawn else Mode.GUESS
+            return DraftMode.COUPLED
+        return DraftMode.LAW if drawn else DraftMode.GUESS
 
     def _drawn(self, context: Context, gammas: Sequence[int]) -> list[Numbers | None]:
         """Return, per row, the random numbers for the tokens of this round, and of the next if all are accepted.
@@ -192,7 +192,7 @@ class RemoteDrafter:
     def _open(self, row: Row, held: Held) -> Frame:
         """Return the frame that opens a row at the server, with seed and key only if its draws are coupled."""
         request = row.request
-        shared = held.mode == Mode.COUPLED
+        shared = held.mode == DraftMode.COUPLED
         source = request.source if isinstance(request.source, tuple) else ()
         prompt = len(row.readable) - len(row.output)
         opened = OpenRow(held.number, held.mode, settings_of(request.sampler), tuple(held.text), prompt, source)
@@ -205,7 +205,7 @@ class RemoteDrafter:
         Raises FrameError for drafts of other rows, for more tokens than requested, and, where laws are sent, for a
         token that our random number does not draw from its law.
         """
-        if answer.kind != Kind.DRAFT:
+        if answer.kind != FrameType.DRAFT:
             raise FrameError("the server refuses to draft")
         drafts = read_drafts(answer, self.vocab)
         if [draft.row for draft in drafts] != [ask.row for ask in asks]:
@@ -252,7 +252,7 @@ def _shown(row: Row) -> bool:
 
 
 def _close(held: Held) -> Frame:
-    return Frame(Kind.CLOSE, 0, {"row": held.number})
+    return Frame(FrameType.CLOSE, 0, {"row": held.number})
 
 
 def _common(known: Sequence[int], text: Sequence[int]) -> int:
@@ -269,7 +269,7 @@ def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
     keep = _common(held.text, text)
     held.text = list(text)
     ask = AskRow(held.number, keep, tuple(text[keep:]), gamma)
-    return replace(ask, numbers=numbers[0], later=numbers[1]) if numbers and held.mode == Mode.LAW else ask
+    return replace(ask, numbers=numbers[0], later=numbers[1]) if numbers and held.mode == DraftMode.LAW else ask
 
 
 def _chances(context: Context, key: Key, positions: int) -> list[list[float] | None]:

@@ -32,7 +32,7 @@ class FrameError(ValueError):
     """Raised for bytes that are not a valid frame, and for frames with impossible content."""
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     """The type of a frame; the server sends HELLO, WELCOME, DRAFT, PONG and REFUSAL, the client the others."""
 
     HELLO = 1
@@ -51,7 +51,7 @@ class Kind(IntEnum):
 class Frame:
     """One message: its kind, a sequence number that the answer repeats, named values, and one-dimensional arrays."""
 
-    kind: Kind
+    kind: FrameType
     sequence: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
     arrays: Sequence[np.ndarray] = ()
@@ -102,7 +102,7 @@ def encode(frame: Frame) -> bytes:
     return HEAD.pack(MAGIC, VERSION, frame.kind, frame.sequence & 0xFFFFFFFF, len(body)) + body
 
 
-def decode_head(data: bytes) -> tuple[Kind, int, int]:
+def decode_head(data: bytes) -> tuple[FrameType, int, int]:
     """Decode a head of 16 bytes -> kind, sequence number, length of the body. Raises FrameError for invalid values."""
     if len(data) != HEAD.size:
         raise FrameError("the head of a frame is cut off")
@@ -111,14 +111,14 @@ def decode_head(data: bytes) -> tuple[Kind, int, int]:
         raise FrameError("these are no frames of a draft server")
     if version != VERSION:
         raise FrameError(f"the other side speaks version {version}, this one {VERSION}: use the same release on both")
-    if kind not in list(Kind):
+    if kind not in list(FrameType):
         raise FrameError(f"there is no frame of kind {kind}")
     if length > LARGEST:
         raise FrameError(f"a frame of {length} bytes is too large: {LARGEST} are allowed")
-    return Kind(kind), sequence, length
+    return FrameType(kind), sequence, length
 
 
-def decode_body(kind: Kind, sequence: int, body: bytes) -> Frame:
+def decode_body(kind: FrameType, sequence: int, body: bytes) -> Frame:
     """Decode the body of a frame, whose head gave kind and sequence number. Raises FrameError for an invalid body."""
     if len(body) < SIZE.size:
         raise FrameError("the body of a frame is cut off")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.drafters.remote.frames import Frame, FrameError, Kind
+from slipstream.drafters.remote.frames import Frame, FrameError, FrameType
 
 KEY_VARIABLE = "SLIPSTREAM_DRAFT_KEY"
 SLICE = 4096
@@ -28,24 +28,24 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularySketch:
     """The size of a vocabulary, and a sketch (hashes) of its tokens, which is empty without a tokenizer."""
 
     size: int
     sketch: tuple[str, ...] = ()
 
     @staticmethod
-    def of(size: int, tokenizer: Any) -> Vocabulary:
+    def of(size: int, tokenizer: Any) -> VocabularySketch:
         """Create the vocabulary of a model with `size` logits, with a hash for every `SLICE` ids of the tokenizer."""
         if tokenizer is None:
-            return Vocabulary(size)
+            return VocabularySketch(size)
         words: dict[int, list[tuple[int, str]]] = {}
         for token, number in tokenizer.get_vocab().items():
             words.setdefault(number // SLICE, []).append((number, token))
         slices = [repr(sorted(words.get(place, []))).encode() for place in range(max(words, default=-1) + 1)]
-        return Vocabulary(size, tuple(hashlib.sha256(each).hexdigest()[:8] for each in slices))
+        return VocabularySketch(size, tuple(hashlib.sha256(each).hexdigest()[:8] for each in slices))
 
-    def fits(self, other: Vocabulary) -> bool:
+    def fits(self, other: VocabularySketch) -> bool:
         """Return whether the same ids stand for the same tokens in both vocabularies, except for a few added tokens.
 
         If a tokenizer is missing, return whether the sizes differ by at most 1 %, as padding makes them differ.
@@ -61,12 +61,12 @@ class Vocabulary:
         return {"vocab": self.size, "sketch": list(self.sketch)}
 
     @staticmethod
-    def read(frame: Frame) -> Vocabulary:
+    def read(frame: Frame) -> VocabularySketch:
         """Read a vocabulary from a frame. Raises FrameError if it has none."""
         sketch = frame.values.get("sketch")
         if not isinstance(sketch, list) or len(sketch) > 4096 or not all(isinstance(each, str) for each in sketch):
             raise FrameError("a vocabulary has no sketch")
-        return Vocabulary(frame.number("vocab", 1, 2**31), tuple(sketch))
+        return VocabularySketch(frame.number("vocab", 1, 2**31), tuple(sketch))
 
 
 def read_key(file: str | Path | None) -> bytes:
@@ -90,27 +90,27 @@ def nonce() -> str:
     return secrets.token_hex(16)
 
 
-def proof(key: bytes, side: str, nonces: Sequence[str], rest: Vocabulary) -> str:
+def proof(key: bytes, side: str, nonces: Sequence[str], rest: VocabularySketch) -> str:
     """Return the HMAC that proves knowledge of the key; `side` is in it, so an answer cannot be reflected."""
     text = "\n".join(["slipstream draft", side, *nonces, str(rest.size), *rest.sketch])
     return hmac.new(key, text.encode(), "sha256").hexdigest()
 
 
-def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> Vocabulary:
+def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> VocabularySketch:
     """Return the vocabulary in the other side's frame after checking its HMAC. Raises Refused if the keys differ."""
-    vocabulary = Vocabulary.read(frame)
+    vocabulary = VocabularySketch.read(frame)
     if not hmac.compare_digest(proof(key, side, nonces, vocabulary).encode(), frame.text("proof").encode()):
         raise Refused("the keys of draft server and client differ: give both the same --key-file, ?key-file= or "
                       f"{KEY_VARIABLE}")  # fmt: skip
     return vocabulary
 
 
-def vouch(kind: Kind, key: bytes, side: str, nonces: Sequence[str], vocabulary: Vocabulary) -> Frame:
+def vouch(kind: FrameType, key: bytes, side: str, nonces: Sequence[str], vocabulary: VocabularySketch) -> Frame:
     """Return the frame with which one side sends its vocabulary and the HMAC that proves its key."""
     return Frame(kind, 0, {**vocabulary.values(), "nonce": nonces[-1], "proof": proof(key, side, nonces, vocabulary)})
 
 
-def check_fit(target: Vocabulary, draft: Vocabulary) -> None:
+def check_fit(target: VocabularySketch, draft: VocabularySketch) -> None:
     """Raises Refused if the token ids of the two sides stand for different tokens."""
     if not target.fits(draft):
         raise Refused(

@@ -21,8 +21,17 @@ from typing import Protocol
 from weakref import finalize
 
 from slipstream.drafters.remote.address import Settings
-from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameError, Kind, decode_body, decode_head, encode
-from slipstream.drafters.remote.hello import Refused, Vocabulary, check_fit, nonce, proven, vouch
+from slipstream.drafters.remote.frames import (
+    HEAD,
+    LARGEST,
+    Frame,
+    FrameError,
+    FrameType,
+    decode_body,
+    decode_head,
+    encode,
+)
+from slipstream.drafters.remote.hello import Refused, VocabularySketch, check_fit, nonce, proven, vouch
 
 LATE, REFUSED, DISCONNECTED = "late", "refused", "disconnected"
 """The reasons why a round has no draft: no answer in time, an unusable answer, or no connection."""
@@ -75,7 +84,7 @@ async def read_frame(reader: asyncio.StreamReader, most: int = LARGEST) -> Frame
 
 
 @dataclass
-class _State:
+class _LinkState:
     """The state that both threads share, under one lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -108,8 +117,8 @@ STRIKES = 3
 class Connection:
     """A `Link` over TCP or TLS, which connects, and reconnects, in a background thread from creation until `close`."""
 
-    def __init__(self, settings: Settings, vocabulary: Vocabulary) -> None:
-        self._state, self.settings = _State(patience=settings.timeout), settings
+    def __init__(self, settings: Settings, vocabulary: VocabularySketch) -> None:
+        self._state, self.settings = _LinkState(patience=settings.timeout), settings
         self._loop = asyncio.new_event_loop()
         task = _Task(settings, vocabulary, self._state)
         self._task = task
@@ -210,7 +219,7 @@ def _stop(loop: asyncio.AbstractEventLoop, task: _Task, thread: threading.Thread
 class _Task:
     """The task in the event loop that connects, receives frames, and reconnects."""
 
-    def __init__(self, settings: Settings, vocabulary: Vocabulary, state: _State) -> None:
+    def __init__(self, settings: Settings, vocabulary: VocabularySketch, state: _LinkState) -> None:
         self.settings, self.vocabulary, self.state = settings, vocabulary, state
         self.refusal = ""
         self._writer: asyncio.StreamWriter | None = None
@@ -287,11 +296,11 @@ class _Task:
         """Exchange greetings and proofs of the key, and compare vocabularies -> the name of the server's draft."""
         hello = await read_frame(reader, GREETING)
         nonces = [hello.text("nonce", 64), nonce()]
-        writer.write(encode(vouch(Kind.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
+        writer.write(encode(vouch(FrameType.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
         welcome = await read_frame(reader, GREETING)
-        if welcome.kind == Kind.REFUSAL:
+        if welcome.kind == FrameType.REFUSAL:
             raise Refused(welcome.text("reason"))
-        if hello.kind != Kind.HELLO or welcome.kind != Kind.WELCOME:
+        if hello.kind != FrameType.HELLO or welcome.kind != FrameType.WELCOME:
             raise FrameError("the server began with something else than a greeting")
         check_fit(self.vocabulary, proven(welcome, self.settings.key, "server", nonces))
         return welcome.text("name")
@@ -307,7 +316,7 @@ class _Task:
                     waited = 0 if state.asked_at is None else monotonic() - state.asked_at
                     if monotonic() - last > quiet or waited > 3 * quiet:
                         raise FrameError("the server has not said anything for too long")
-                    writer.write(encode(Frame(Kind.PING)))
+                    writer.write(encode(Frame(FrameType.PING)))
                     continue
                 frame, last = reading.result(), monotonic()
                 self._take(frame)
@@ -319,10 +328,10 @@ class _Task:
 
     def _take(self, frame: Frame) -> None:
         """Process a frame of the server: pass an answer to the waiting thread, if it is the expected one."""
-        if frame.kind not in (Kind.DRAFT, Kind.REFUSAL, Kind.PONG):
+        if frame.kind not in (FrameType.DRAFT, FrameType.REFUSAL, FrameType.PONG):
             raise FrameError(f"a server does not send {frame.kind.name}")
         with self.state.lock:
-            if frame.kind == Kind.PONG:
+            if frame.kind == FrameType.PONG:
                 return
             if (sent_at := self.state.asked.pop(frame.sequence, None)) is None:
                 return  # there was no such request

@@ -15,7 +15,7 @@ from slipstream.core.draws import inverse
 from slipstream.core.request import Sampler
 from slipstream.core.values import is_finite
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.remote.frames import Frame, FrameError, Kind, array
+from slipstream.drafters.remote.frames import Frame, FrameError, FrameType, array
 
 MOST_GAMMA, MOST_CANDIDATES = 256, 4096
 SUM_TOLERANCE = 1e-4
@@ -28,7 +28,7 @@ SETTINGS = (
 """The sampling settings that are sent unchanged; a user's own processors and grammars are not sent."""
 
 
-class Mode(StrEnum):
+class DraftMode(StrEnum):
     """How the server drafts a row.
 
     `GUESS`: the most probable tokens, for greedy texts and where the server's law is not used. `COUPLED`: by the random
@@ -49,7 +49,7 @@ class OpenRow:
     """
 
     row: int
-    mode: Mode
+    mode: DraftMode
     sampling: Mapping[str, Any]
     text: tuple[int, ...]
     prompt: int
@@ -62,7 +62,10 @@ class OpenRow:
         """Return the message as a frame."""
         values = {name: getattr(self, name) for name in ("row", "mode", "prompt", "seed", "key", "top")}
         return Frame(
-            Kind.OPEN, 0, {**values, "sampling": dict(self.sampling)}, [array("i", self.text), array("i", self.source)]
+            FrameType.OPEN,
+            0,
+            {**values, "sampling": dict(self.sampling)},
+            [array("i", self.text), array("i", self.source)],
         )
 
     @staticmethod
@@ -72,11 +75,11 @@ class OpenRow:
         sampling = frame.values.get("sampling")
         if not text or not isinstance(sampling, dict):
             raise FrameError("a row has no text, or no settings")
-        if (mode := frame.text("mode")) not in list(Mode):
+        if (mode := frame.text("mode")) not in list(DraftMode):
             raise FrameError(f"there is no mode {mode!r}")
         opened = OpenRow(
             frame.number("row", 0, 2**31),
-            Mode(mode),
+            DraftMode(mode),
             sampling,
             text,
             frame.number("prompt", 1, len(text)),
@@ -94,7 +97,7 @@ class OpenRow:
         temperature = self.sampling.get("temperature", 0)
         bias, eos = self.sampling.get("logit_bias", []), self.sampling.get("eos", [])
         try:
-            chosen = 0.0 if self.mode == Mode.GUESS else float(temperature)
+            chosen = 0.0 if self.mode == DraftMode.GUESS else float(temperature)
             biases = {int(token): float(value) for token, value in bias}
             return Sampling(temperature=chosen, logit_bias=biases, eos=frozenset(map(int, eos)), **known)
         except (ValueError, TypeError, OverflowError) as error:
@@ -134,7 +137,7 @@ def ask_frame(sequence: int, asks: Sequence[AskRow], ahead: bool) -> Frame:
     parts = [("i", "tail"), ("d", "numbers"), ("d", "later")]
     counts = [array("i", [len(getattr(ask, name)) for ask in asks]) for _, name in parts]
     flat = [array(code, [each for ask in asks for each in getattr(ask, name)]) for code, name in parts]
-    return Frame(Kind.PROPOSE, sequence, {**lists, "ahead": int(ahead)}, [*counts, *flat])
+    return Frame(FrameType.PROPOSE, sequence, {**lists, "ahead": int(ahead)}, [*counts, *flat])
 
 
 def read_ask(frame: Frame, vocab: int) -> tuple[list[AskRow], bool]:
@@ -210,7 +213,7 @@ def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
         np.concatenate([array("i", []), *ids]).astype("<i4"),
         np.concatenate([array("f", []), *weights]).astype("<f4"),
     ]
-    return Frame(Kind.DRAFT, sequence, values, arrays)
+    return Frame(FrameType.DRAFT, sequence, values, arrays)
 
 
 def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:

@@ -52,7 +52,7 @@ def custom_generate(
     *,
     verifier: Rule | Verifier = TOKEN,
     seed: int | None = None,
-) -> Speculation:
+) -> CustomGenerate:
     """Make transformers' `generate` speculative: the same law, fewer calls of the model.
 
     >>> speculate = custom_generate("path/or/name/of/a/draft", gamma=5)  # doctest: +SKIP
@@ -95,10 +95,10 @@ def custom_generate(
         raise ValueError(
             f"verifier={rule.name!r} is not possible: `generate` runs chains of drafts here; use slipstream.load."
         )
-    return Speculation(draft, controller(gamma), rule, seed)
+    return CustomGenerate(draft, controller(gamma), rule, seed)
 
 
-class Speculation:
+class CustomGenerate:
     """The callable that `custom_generate` returns; see there. `stats` are the counts of the last call."""
 
     def __init__(self, draft: Source, controller: Controller, rule: Rule, seed: int | None) -> None:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.files import Kind, cache_folder, delete_oldest, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, cache_folder, delete_oldest, load_tensors, save_tensors
 from slipstream.kernels.calibrated_rounding import ALGORITHM, DAMPING
 from slipstream.kernels.quantization import Codes, Precision
 from slipstream.models.loading.calibration import LENGTH, ROWS, calibrated_codes, own_text
 
 PLACE = "SLIPSTREAM_CODES"  # the environment variable with the folder; "off" keeps nothing
 MOST_FILES = 16  # of half a byte or a byte for each weight; the least recently used are deleted first
-KIND = Kind("codes of rounded weights", "slipstream rounded codes", "1", "the codes are chosen again")
+KIND = TensorFileKind("codes of rounded weights", "slipstream rounded codes", "1", "the codes are chosen again")
 
 
 def codes_of(

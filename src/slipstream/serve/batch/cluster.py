@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, TypeVar
 
-from slipstream.serve.batch.forms import Answer, refused
+from slipstream.serve.batch.forms import ServerReply, refused
 from slipstream.serve.batch.journal import Sink
-from slipstream.serve.batch.lines import Line
+from slipstream.serve.batch.lines import BatchLine
 from slipstream.serve.batch.run import Asker
 from slipstream.serve.recipe import Recipe
 from slipstream.text.jsontext import json_text
@@ -25,7 +25,7 @@ BLOCK = 4
 
 
 @dataclass(frozen=True)
-class Cluster:
+class BatchCluster:
     """A Ray cluster to run a batch on.
 
     `address` is None for a cluster started on this machine (or the one that RAY_ADDRESS names). `actors` is how many
@@ -36,7 +36,11 @@ class Cluster:
     actors: int | None = None
 
     def run(
-        self, recipe: Recipe, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
+        self,
+        recipe: Recipe,
+        lines: Sequence[BatchLine],
+        sink: Sink,
+        on_answer: Callable[[BatchLine, ServerReply], object],
     ) -> None:
         """Answer all lines that the sink lacks. An actor that dies is started again, with the lines it had.
 
@@ -59,7 +63,7 @@ class Cluster:
             ray.shutdown()
         sink.finish()
 
-    def _answers(self, recipe: Recipe, lines: Sequence[Line]) -> Any:
+    def _answers(self, recipe: Recipe, lines: Sequence[BatchLine]) -> Any:
         """Yield the index and the answer of every line, as blocks of them come back."""
         import ray
 
@@ -78,7 +82,7 @@ class Cluster:
         rows = [{"index": line.index, "path": line.path, "body": json_text(dict(line.body))} for line in lines]
         blocks = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // BLOCK))
         answered = blocks.map_batches(
-            Answers,
+            BatchActor,
             batch_size=None,
             batch_format="numpy",
             compute=pool,
@@ -89,10 +93,10 @@ class Cluster:
         for batch in answered.iter_batches(batch_size=None, batch_format="numpy"):
             columns = (batch[name].tolist() for name in ("index", "answer"))
             for index, text in zip(*columns, strict=True):
-                yield index, Answer.from_text(text)
+                yield index, ServerReply.from_text(text)
 
 
-class Answers:
+class BatchActor:
     """The actor: an application with the models, which answers several blocks of lines at a time.
 
     Ray calls it from several threads; the application lives in an event loop in another thread.
@@ -116,7 +120,9 @@ class Answers:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _keep(line: Line, answer: Answer, sink: Sink, on_answer: Callable[[Line, Answer], object]) -> None:
+def _keep(
+    line: BatchLine, answer: ServerReply, sink: Sink, on_answer: Callable[[BatchLine, ServerReply], object]
+) -> None:
     sink.write(line, answer)
     on_answer(line, answer)
 

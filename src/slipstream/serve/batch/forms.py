@@ -15,7 +15,7 @@ UNCHANGED = ("logprobs", "tool_calls", "explained")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerReply:
     """An answer of the server: the status and the JSON object of its body."""
 
     status: int
@@ -27,9 +27,9 @@ class Answer:
         return json_text({"status": self.status, "body": self.body, "request_id": self.request_id})
 
     @staticmethod
-    def from_text(text: str) -> Answer:
+    def from_text(text: str) -> ServerReply:
         """Read an answer that `as_text` has written."""
-        return Answer(**json.loads(text))
+        return ServerReply(**json.loads(text))
 
     @property
     def error(self) -> str:
@@ -43,18 +43,20 @@ class Answer:
         return usage.get("completion_tokens", usage.get("output_tokens", 0))
 
 
-def refused(message: str) -> Answer:
+def refused(message: str) -> ServerReply:
     """Return the answer to a line that cannot be sent to an endpoint."""
-    return Answer(400, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}})
+    return ServerReply(
+        400, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    )
 
 
-class Form(Protocol):
+class AnswerFormat(Protocol):
     """A format of answers: its `name`, and the `columns` of a table of answers, with the names of their Arrow types."""
 
     name: str
     columns: Mapping[str, str]
 
-    def record(self, index: int, id: str | int | None, answer: Answer) -> dict[str, Any]:
+    def record(self, index: int, id: str | int | None, answer: ServerReply) -> dict[str, Any]:
         """Return the JSON object for an answer."""
         ...
 
@@ -82,7 +84,7 @@ class PlainForm:
     name = "plain"
     columns = PLAIN_COLUMNS
 
-    def record(self, index: int, id: str | int | None, answer: Answer) -> dict[str, Any]:
+    def record(self, index: int, id: str | int | None, answer: ServerReply) -> dict[str, Any]:
         """Return the JSON object for an answer."""
         head = {"index": index} if id is None else {"index": index, "id": id}
         if answer.error:
@@ -102,7 +104,7 @@ class OpenAIForm:
     name = "openai"
     columns = OPENAI_COLUMNS
 
-    def record(self, index: int, id: str | int | None, answer: Answer) -> dict[str, Any]:
+    def record(self, index: int, id: str | int | None, answer: ServerReply) -> dict[str, Any]:
         """Return the JSON object for an answer."""
         number = hashlib.sha256(f"{index}/{id}".encode()).hexdigest()[:24]
         response = {"status_code": answer.status, "request_id": answer.request_id, "body": dict(answer.body)}

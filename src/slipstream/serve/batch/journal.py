@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TextIO
 
 from slipstream.files import WriteError, atomic_write
-from slipstream.serve.batch.forms import Answer
-from slipstream.serve.batch.lines import Line
+from slipstream.serve.batch.forms import ServerReply
+from slipstream.serve.batch.lines import BatchLine
 from slipstream.text.jsontext import json_text
 
 MARK, VERSION = "slipstream_batch", 1
@@ -35,7 +35,7 @@ class Sink(Protocol):
         """The number of answers that are errors."""
         ...
 
-    def write(self, line: Line, answer: Answer) -> None:
+    def write(self, line: BatchLine, answer: ServerReply) -> None:
         """Store an answer. Raises OSError if that fails."""
         ...
 
@@ -52,7 +52,7 @@ class Printed:
         self.answered: set[int] = set()
         self.failed = 0
 
-    def write(self, line: Line, answer: Answer) -> None:
+    def write(self, line: BatchLine, answer: ServerReply) -> None:
         """Print an answer."""
         print(_text(line.form.record(line.index, line.id, answer)), file=self.stream, flush=True)
 
@@ -108,7 +108,7 @@ class Journal:
         """The indices of lines that are answered already."""
         return set(self._offsets)
 
-    def write(self, line: Line, answer: Answer) -> None:
+    def write(self, line: BatchLine, answer: ServerReply) -> None:
         """Write an answer to the disk."""
         record = line.form.record(line.index, line.id, answer)
         self.failed += bool(answer.error)

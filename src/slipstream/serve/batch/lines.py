@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.serve.batch.forms import OPENAI, PLAIN, Form
+from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import FORMS, read_unpacked
 
@@ -22,7 +22,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     """A request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be sent.
 
     `index` counts from 0; `id` is the user's own name for it, None without one. `form` is the format of the answer.
@@ -32,7 +32,7 @@ class Line:
     id: str | int | None = None
     path: str = ""
     body: Mapping[str, Any] = field(default_factory=dict)
-    form: Form = PLAIN
+    form: AnswerFormat = PLAIN
     error: str = ""
 
     @property
@@ -58,7 +58,7 @@ class Defaults:
     plain: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
-    def complete(self, line: Line) -> Line:
+    def complete(self, line: BatchLine) -> BatchLine:
         """Return the line with a full body. A sampled line gets a seed from its name, unless it has one.
 
         Its text then depends neither on what runs with it nor on how often the run was interrupted.
@@ -71,10 +71,10 @@ class Defaults:
         if body.get("temperature") != 0 and body.get("seed") is None and line.path != "/v1/responses":
             hashed = hashlib.sha256(f"{self.seed}/{line.name}".encode()).digest()
             body["seed"] = int.from_bytes(hashed[:8]) >> 1
-        return Line(line.index, line.id, line.path, body, line.form)
+        return BatchLine(line.index, line.id, line.path, body, line.form)
 
 
-def read_lines(path: str | Path, chat: bool = False) -> list[Line]:
+def read_lines(path: str | Path, chat: bool = False) -> list[BatchLine]:
     """Read a file of prompts: JSON lines in our format or OpenAI's, plain text, or Parquet -> its lines, in order.
 
     The file - is standard input. A line that cannot be sent has an error. `chat` makes messages of texts. Raises
@@ -164,21 +164,23 @@ def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
 # ---- records -> lines ---------------------------------------------------------------------------------------------
 
 
-def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> Line:
+def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> BatchLine:
     """Make a line of a record, in our own format or OpenAI's; an error becomes part of the line."""
     if isinstance(record, ValueError):
-        return Line(index, error=str(record))
+        return BatchLine(index, error=str(record))
     openai = "custom_id" in record
     form, id = (OPENAI, record["custom_id"]) if openai else (PLAIN, record.get("id"))
     if id is not None and (isinstance(id, bool) or not isinstance(id, str | int)):
-        return Line(index, form=form, error=f"the id is {json_text(id)}, but a text or a whole number is expected.")
+        return BatchLine(
+            index, form=form, error=f"the id is {json_text(id)}, but a text or a whole number is expected."
+        )
     try:
         path, body = _openai_request(record) if openai else _plain_request(record, chat)
         if body.get("stream"):
             raise ValueError("stream cannot be used in a batch: leave it out.")
     except ValueError as error:
-        return Line(index, id, form=form, error=str(error))
-    return Line(index, id, path, body, form)
+        return BatchLine(index, id, form=form, error=str(error))
+    return BatchLine(index, id, path, body, form)
 
 
 def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

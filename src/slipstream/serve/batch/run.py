@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from httpx import ASGITransport, AsyncClient
 
 from slipstream.serve.app import create_app
-from slipstream.serve.batch.forms import Answer, refused
+from slipstream.serve.batch.forms import ServerReply, refused
 from slipstream.serve.batch.journal import Sink
-from slipstream.serve.batch.lines import Line
+from slipstream.serve.batch.lines import BatchLine
 from slipstream.serve.faults import Unavailable
 from slipstream.serve.recipe import Recipe
 from slipstream.serve.settings import Limits, ServeSettings
@@ -54,11 +54,11 @@ class Asker:
             state.worker.check()
             yield Asker(client)
 
-    async def ask(self, path: str, body: str) -> Answer:
+    async def ask(self, path: str, body: str) -> ServerReply:
         """Return the answer to one request, whose body is JSON. Raises Unavailable if the application has ended."""
         headers = {"Content-Type": "application/json"}
         response = await self._client.post(path, content=body.encode(), headers=headers)
-        answer = Answer(response.status_code, response.json(), response.headers["X-Request-Id"])
+        answer = ServerReply(response.status_code, response.json(), response.headers["X-Request-Id"])
         if answer.status == ENDED:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -75,7 +75,11 @@ class Local:
     progress: Callable[[str], object]
 
     def run(
-        self, recipe: Recipe, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
+        self,
+        recipe: Recipe,
+        lines: Sequence[BatchLine],
+        sink: Sink,
+        on_answer: Callable[[BatchLine, ServerReply], object],
     ) -> None:
         """Answer all lines that the sink lacks, twice as many at a time as the models batch.
 
@@ -89,7 +93,7 @@ class Local:
 
 
 async def _answer_all(
-    state: ServerState, lines: Sequence[Line], sink: Sink, on_answer: Callable[[Line, Answer], object]
+    state: ServerState, lines: Sequence[BatchLine], sink: Sink, on_answer: Callable[[BatchLine, ServerReply], object]
 ) -> None:
     """Answer the lines that the sink lacks, twice as many at a time as the models batch."""
     left = iter([line for line in lines if line.index not in sink.answered])
@@ -103,7 +107,9 @@ async def _answer_all(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(lines: Iterator[Line], asker: Asker, sink: Sink, on_answer: Callable[[Line, Answer], object]) -> None:
+async def _answer(
+    lines: Iterator[BatchLine], asker: Asker, sink: Sink, on_answer: Callable[[BatchLine, ServerReply], object]
+) -> None:
     """Answer lines one after the other until none are left."""
     for line in lines:
         answer = refused(line.error) if line.error else await asker.ask(line.path, json_text(dict(line.body)))

@@ -20,7 +20,7 @@ from slipstream.serve.cluster.routing import routing_key
 from slipstream.serve.cluster.scale import Scale
 from slipstream.serve.faults import QueueFull, ServeError, TooLarge, Unavailable
 from slipstream.serve.recipe import Recipe
-from slipstream.serve.settings import Limits, Room, ServeSettings
+from slipstream.serve.settings import Capacity, Limits, ServeSettings
 from slipstream.text.jsontext import json_text
 
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
@@ -79,7 +79,7 @@ def deploy(arguments: Mapping[str, Any]) -> serve.Application:
     """
     options = dict(arguments)
     scale = Scale.read(options.pop("replicas", 1), options.pop("cpus", None), options.pop("gpus", None))
-    room = Room(int(options.pop("max_rows", 16)))
+    room = Capacity(int(options.pop("max_rows", 16)))
     names = tuple(options.pop("names", ()) or [options.get("target") or "embedded"])
     models, settings = {"target": None, "draft": None, **options}, ServeSettings(names)
     return application(Recipe(models, settings, room), scale)

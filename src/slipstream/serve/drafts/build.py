@@ -11,8 +11,8 @@ from slipstream.core.source import SourceForm
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.remote.hello import Vocabulary
-from slipstream.drafters.specification import Part, Syntax, drafter, parse
+from slipstream.drafters.remote.hello import VocabularySketch
+from slipstream.drafters.specification import DrafterTerm, Syntax, drafter, parse
 from slipstream.execution.passes import Mode
 from slipstream.models.loading.load import EMBEDDED, find_tokenizer, load_scorer, load_tokenizer
 
@@ -36,7 +36,7 @@ class How:
     tokenizer: str | None = None
 
 
-def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
+def build(draft: str, how: How) -> tuple[Drafter, VocabularySketch]:
     """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens.
 
     Raises ValueError for a draft that cannot be parsed or loaded, or that needs a target.
@@ -50,7 +50,7 @@ def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
     models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
     source = how.tokenizer or (models[-1] if models else None)
     tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(source) if source else None
-    if isinstance(syntax, Part) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
+    if isinstance(syntax, DrafterTerm) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
         return _model(models[0], dict(syntax.options), how, tokenizer)
     sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
     if tokenizer is None and not sizes:
@@ -58,27 +58,27 @@ def build(draft: str, how: How) -> tuple[Drafter, Vocabulary]:
     size = sizes[0] if sizes else _size(tokenizer)
     target: Any = AnyTarget(size)
     context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile), waits=True)
-    return drafter(draft, context), Vocabulary.of(size, tokenizer)
+    return drafter(draft, context), VocabularySketch.of(size, tokenizer)
 
 
 NAMED = ("model", "embedded")
 
 
-def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, Vocabulary]:
+def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, VocabularySketch]:
     """Build a draft from one model, which may be an encoder-decoder; padding ids beyond the tokenizer are left out."""
     place = (options.get("dtype", how.dtype), options.get("device", how.device))
     scorer = load_scorer(source, *place, Mode(how.compile))
     size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))
-    return ModelDrafter(scorer, size), Vocabulary.of(size, tokenizer)
+    return ModelDrafter(scorer, size), VocabularySketch.of(size, tokenizer)
 
 
 def _size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _parts(syntax: Syntax) -> Iterator[Part]:
+def _parts(syntax: Syntax) -> Iterator[DrafterTerm]:
     """Yield the drafters of a specification, in order."""
-    if isinstance(syntax, Part):
+    if isinstance(syntax, DrafterTerm):
         yield syntax
         return
     for each in (*getattr(syntax, "among", ()), *getattr(syntax, "parts", ())):

@@ -21,7 +21,7 @@ from slipstream.core.round import Context, Round
 from slipstream.core.source import check_source
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.remote.frames import FrameError
-from slipstream.drafters.remote.messages import AskRow, DraftRow, Mode, OpenRow, SentLaw
+from slipstream.drafters.remote.messages import AskRow, DraftMode, DraftRow, OpenRow, SentLaw
 from slipstream.text.jsontext import json_text
 
 Name = tuple[int, int]
@@ -73,7 +73,7 @@ class Served:
         """
         if ask.keep > self.base:
             raise FrameError(f"row {ask.row} is not known as far as that: open it")
-        if self.opened.mode == Mode.LAW and len(ask.numbers) < ask.gamma:
+        if self.opened.mode == DraftMode.LAW and len(ask.numbers) < ask.gamma:
             raise FrameError(f"row {ask.row} has no numbers to draw with")
         old, committed = self.row.tokens, [*self.row.tokens[: ask.keep], *ask.tail]
         if not committed:
@@ -84,10 +84,10 @@ class Served:
         skipped = len(committed) - self.base
         laws, used = self.laws[skipped:] if skipped >= 0 else [], self.drawn_by[skipped:] if skipped >= 0 else []
         self.base, self.numbers, self.later, self.gamma = len(committed), ask.numbers, ask.later, ask.gamma
-        if self.opened.mode == Mode.LAW:
+        if self.opened.mode == DraftMode.LAW:
             guessed = guessed[: self._same(used)] if skipped >= 0 else []
         self.laws, self.drawn_by = laws[: len(guessed)], used[: len(guessed)]
-        further = ahead and (self.opened.mode != Mode.LAW or len(self.later) >= ask.gamma)
+        further = ahead and (self.opened.mode != DraftMode.LAW or len(self.later) >= ask.gamma)
         self.goal = 2 * ask.gamma + 1 if further else ask.gamma
         return min(stand + len(guessed), len(old)), [*committed, *guessed]
 
@@ -99,7 +99,7 @@ class Served:
     def take(self, tokens: Sequence[int], law: Law | None) -> None:
         """Append drafted tokens; in mode `LAW`, store their laws, cut from `law` (1, positions), and their numbers."""
         for place, token in enumerate(tokens):
-            if self.opened.mode == Mode.LAW and law is not None:
+            if self.opened.mode == DraftMode.LAW and law is not None:
                 self.drawn_by.append(self.number(len(self.row.tokens)))
                 self.laws.append(_sent(law, place, self.opened.top))
             self.row.tokens.append(token)
@@ -262,6 +262,6 @@ class DraftRows:
 
 
 def _rng(served: Served) -> Rng:
-    if served.opened.mode == Mode.LAW:
+    if served.opened.mode == DraftMode.LAW:
         return ByNumbers(served)
-    return draw_coupled if served.opened.mode == Mode.COUPLED else draw
+    return draw_coupled if served.opened.mode == DraftMode.COUPLED else draw

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.core.protocols import Drafter
-from slipstream.drafters.remote.frames import Frame, FrameError, Kind, encode
-from slipstream.drafters.remote.hello import Refused, Vocabulary, nonce, proven, vouch
+from slipstream.drafters.remote.frames import Frame, FrameError, FrameType, encode
+from slipstream.drafters.remote.hello import Refused, VocabularySketch, nonce, proven, vouch
 from slipstream.drafters.remote.link import GREETING, read_frame
 from slipstream.drafters.remote.messages import OpenRow, draft_frame, read_ask
 from slipstream.kernels.threads import release_threads
@@ -33,7 +33,7 @@ class DraftSettings:
     """
 
     name: str
-    vocabulary: Vocabulary
+    vocabulary: VocabularySketch
     key: bytes = b""
     most_rows: int = 64
     most_clients: int = 64
@@ -126,11 +126,11 @@ class Desk:
         frame, client = letter.frame, letter.client
         if frame is None:
             self.rows.leave(client)
-        elif frame.kind == Kind.OPEN:
+        elif frame.kind == FrameType.OPEN:
             self.rows.open(client, OpenRow.read(frame, 2**31))  # texts may have ids beyond the draft's vocabulary
-        elif frame.kind == Kind.CLOSE:
+        elif frame.kind == FrameType.CLOSE:
             self.rows.close(client, frame.number("row", 0, 2**31))
-        elif frame.kind == Kind.PROPOSE:
+        elif frame.kind == FrameType.PROPOSE:
             asks, ahead = read_ask(frame, 2**31)
             return self.rows.commit(client, asks, ahead)
         else:
@@ -139,7 +139,7 @@ class Desk:
 
     def _refuse(self, letter: Letter, reason: str) -> None:
         if letter.frame is not None:
-            self._send(letter.client, Frame(Kind.REFUSAL, letter.frame.sequence, {"reason": reason[:1000]}))
+            self._send(letter.client, Frame(FrameType.REFUSAL, letter.frame.sequence, {"reason": reason[:1000]}))
 
     def _fail(self, error: Exception) -> None:
         say(f"drafting failed, all rows are forgotten: {type(error).__name__}: {error}")
@@ -152,7 +152,7 @@ class Desk:
 
 def _requests_draft(letter: Letter) -> bool:
     """Return whether a letter is a request for a draft."""
-    return letter.frame is not None and letter.frame.kind == Kind.PROPOSE
+    return letter.frame is not None and letter.frame.kind == FrameType.PROPOSE
 
 
 @dataclass(frozen=True)
@@ -244,15 +244,15 @@ class DraftServer:
             while True:
                 async with asyncio.timeout(self.settings.quiet):
                     frame = await read_frame(reader)
-                if frame.kind == Kind.PING:
-                    writer.write(encode(Frame(Kind.PONG, frame.sequence)))
+                if frame.kind == FrameType.PING:
+                    writer.write(encode(Frame(FrameType.PONG, frame.sequence)))
                 else:
                     if self.desk.letters.qsize() >= MOST_LETTERS:
                         raise Refused("this draft server has more to do than it can remember")
                     self.desk.letters.put(Letter(client, frame))
         except (Refused, FrameError) as error:
             with suppress(OSError, RuntimeError):
-                writer.write(encode(Frame(Kind.REFUSAL, 0, {"reason": str(error)[:1000]})))
+                writer.write(encode(Frame(FrameType.REFUSAL, 0, {"reason": str(error)[:1000]})))
                 async with asyncio.timeout(1):
                     await writer.drain()
         except (OSError, EOFError, TimeoutError):
@@ -269,13 +269,13 @@ class DraftServer:
         """Do the handshake with a client. Raises Refused for a client without the key."""
         ours, key = self.settings.vocabulary, self.settings.key
         hello = nonce()
-        writer.write(encode(Frame(Kind.HELLO, 0, {"nonce": hello})))
+        writer.write(encode(Frame(FrameType.HELLO, 0, {"nonce": hello})))
         answer = await read_frame(reader, GREETING)
-        if answer.kind != Kind.PROOF:
+        if answer.kind != FrameType.PROOF:
             raise FrameError("a client begins with a proof that it has the key")
         nonces = [hello, answer.text("nonce", 64)]
         proven(answer, key, "client", nonces)
-        welcome = vouch(Kind.WELCOME, key, "server", nonces, ours)
+        welcome = vouch(FrameType.WELCOME, key, "server", nonces, ours)
         writer.write(encode(replace(welcome, values={**welcome.values, "name": self.settings.name[:200]})))
 
 
