@@ -44,6 +44,17 @@ def test_the_template_is_what_the_model_reads(client: openai.OpenAI) -> None:
     assert chat == text
 
 
+def test_fields_for_the_template_reach_it(client: openai.OpenAI) -> None:
+    user, opened = {"role": "user", "content": "add"}, {"role": "assistant", "content": "def add(a"}
+    for messages, more, prompt in (
+        ([user, opened], {"continue_final_message": True}, "# user: add\n# assistant: def add(a"),
+        ([user], {"add_generation_prompt": False}, "# user: add\n"),
+    ):
+        answer = client.chat.completions.create(**{**ASKED, "messages": messages, "extra_body": more})
+        asked = {"model": "embedded", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        assert answer.choices[0].message.content == client.completions.create(**asked).choices[0].text
+
+
 def test_parts_of_text_are_one_text(client: openai.OpenAI) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "add"}, {"type": "text", "text": "two"}]}]
     joined = [{"role": "user", "content": "add\ntwo"}]
@@ -131,7 +142,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "tool_choice",
     ),
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
-    "unknown": ({"reasoning_effort": "high"}, "reasoning_effort"),
+    "unknown": ({"temprature": 1}, "temprature"),
+    "open and new": ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
 }
 
 

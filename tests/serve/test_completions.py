@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -108,9 +109,37 @@ def test_acceptance_is_told(client: openai.OpenAI) -> None:
     assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
 
 
+def test_other_projects_names_are_served(server: ServerProcess) -> None:
+    asked = {"prompt": PROMPT, "temperature": 0}
+    with server.http() as http:
+
+        def post(**more: Any) -> Any:
+            answer = http.post("/v1/completions", json={**asked, **more})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        def text(**more: Any) -> str:
+            return post(**more)["choices"][0]["text"]
+
+        penalized = text(max_tokens=24, repetition_penalty=1.5)
+        assert text(n_predict=24, repeat_penalty=1.5) == penalized != text(max_tokens=24)
+        forms = {"regex": "[0-9]{3}", "choice": ["yes", "no"], "grammar": 'start: "a"', "json": {"const": 7}}
+        for form, value in forms.items():
+            assert text(**{f"guided_{form}": value}) == text(structured_outputs={form: value})
+        long = {"prompt": PROMPT * 20, "max_tokens": 2}
+        counts = [post(**long, cache_prompt=use)["timings"]["cache_n"] for use in (True, True, False, None)]
+        assert counts[1] == counts[3] > 0 == counts[2]
+        with http.stream(
+            "POST", "/v1/completions", json={**asked, "stream": True, "timings_per_token": True}
+        ) as stream:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+        counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+        assert len(counts) > 2 and counts == sorted(counts) and counts[-1] == 16
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"suffix": "end"}, "suffix"),
-    "unknown nested field": ({"speculative": {"gama": 4}}, "speculative"),
+    "unknown nested field": ({"speculative": {"gama": 4}}, "speculative.gama"),
     "empty prompt": ({"prompt": ""}, "prompt"),
     "too hot": ({"temperature": 101}, "temperature"),
     "no tokens": ({"max_tokens": 0}, "max_tokens"),

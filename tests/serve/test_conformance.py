@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,7 +79,7 @@ def shortened(case: Any) -> Any:
 
 def made_plain(case: Any, answer: Any) -> bool:
     """Put something plain in the place of the field that an error names, or leave it out -> whether that was done."""
-    body, named = case.body, answer.json()["error"]["param"]
+    body, named = case.body, re.split(r"[.\[]", answer.json()["error"]["param"])[0]
     plain = SHORT if named == LENGTHS.get(case.path) else PLAIN.get(named)
     holder = body.get("speculative") if isinstance(body, dict) and named in SpeculationOptions.model_fields else body
     if not isinstance(holder, dict) or holder.get(named) in (None, plain):

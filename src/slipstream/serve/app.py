@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from slipstream.serve.answers import ChatChunk, CompletionAnswer
+from slipstream.serve.body import complaint
 from slipstream.serve.call import ClientGone
 from slipstream.serve.faults import ServeError, error_body
 from slipstream.serve.gate import AccessLog, Gate
@@ -84,24 +85,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Answer 400 with the first error of a body and the name of its field."""
+    """Answer 400 with the most telling error of a body and the path of its field."""
     assert isinstance(error, RequestValidationError)
-    fault = _most_telling(error.errors())
-    path = [part for part in fault["loc"] if part != "body"]
-    field = next((str(part) for part in path if isinstance(part, str)), None)
-    where = ".".join(map(str, path))
-    if fault["type"] == "extra_forbidden":
-        message = f"{where} is not a field that this server knows: leave it out."
-    elif fault["type"] == "json_invalid":
-        message, field = f"the body is not valid JSON: {fault.get('ctx', {}).get('error', fault['msg'])}.", None
-    else:
-        message = f"{where}: {fault['msg']}." if where else f"{fault['msg']}: send a JSON object."
+    message, field = complaint(error.errors(), error.body)
     return JSONResponse(error_body(message, "invalid_request_error", field), 400)
-
-
-def _most_telling(errors: Sequence[Any]) -> Any:
-    """Return the error to report: an unknown field first, and none of a union's other forms if possible."""
-    return min(errors, key=lambda error: (len(error["loc"]) > 3, error["type"] != "extra_forbidden"))
 
 
 async def _http(request: Request, error: Exception) -> Response:

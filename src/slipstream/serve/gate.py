@@ -57,16 +57,18 @@ class Gate:
             return
         began, headers = monotonic(), Headers(scope=scope)
         number = _request_id(headers.get("x-request-id"))
-        status = 0
+        status, state = 0, scope.setdefault("state", {})
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = number
+                more = MutableHeaders(scope=message)
+                more["X-Request-Id"] = number
+                if unused := state.get("ignored"):
+                    more["X-Slipstream-Ignored"] = ", ".join(dict.fromkeys(unused))
             await send(message)
 
-        state = scope.setdefault("state", {})
         try:
             if sum(map(len, (part for pair in scope["headers"] for part in pair))) > HEADER_BYTES:
                 raise HeadersTooLarge(f"the headers are longer than the {HEADER_BYTES} bytes that are taken.")

@@ -29,7 +29,8 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     options = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     options.setdefault("temperature", 1.0)
     options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
-    options["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
+    salt = secrets.token_hex() if body.cache_prompt is False else body.cache_salt or ""
+    options["cache_salt"] = f"{tenant}/{salt}"
     if body.top_k and body.top_k > 0:
         options["top_k"] = body.top_k
     if body.min_tokens:

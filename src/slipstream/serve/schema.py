@@ -1,27 +1,27 @@
-"""The bodies of requests, field by field. A field that is not here is refused by its name."""
+"""The bodies of requests, field by field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
+
+from slipstream.serve import published
+from slipstream.serve.body import Addressed, Body, FieldError
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(ge=0.01, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-class Body(BaseModel):
-    """A JSON object whose unknown fields are errors, as are values of other types: a number is neither true nor "1"."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class StreamOptions(Body):
     """The options of a stream: what it sends besides the text."""
+
+    others = published.STREAM_OPTIONS
 
     include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
@@ -66,6 +66,8 @@ class ResponseFormat(Body):
 class TextPart(Body):
     """A text in a message."""
 
+    others = published.PART
+
     type: Literal["text"]
     text: str
 
@@ -79,6 +81,8 @@ class ImageUrl(Body):
 
 class ImagePart(Body):
     """An image in a message."""
+
+    others = published.PART
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -94,6 +98,8 @@ class InputAudio(Body):
 class AudioPart(Body):
     """A sound in a message."""
 
+    others = published.PART
+
     type: Literal["input_audio"]
     input_audio: InputAudio
 
@@ -108,10 +114,21 @@ class PredictedOutput(Body):
     content: str | list[TextPart]
 
 
-class Decoding(Body):
+SAME_AS = {
+    "max_completion_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Fields that other projects call differently -> our names for them."""
+
+UNLIMITED = -1
+
+
+class Decoding(Addressed):
     """The fields of every request for text."""
 
-    model: str | None = Field(None, description="The model's name; without one, the model that is served.")
+    others = published.REQUEST
+
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 without it.")
     top_p: Probability | None = None
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 are off.")
@@ -124,26 +141,54 @@ class Decoding(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = Field(None, description="repetition_penalty, as llama.cpp calls it.")
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=1 << 31)
     bad_words: list[Text] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(None, description="max_tokens, as chats call it.")
+    n_predict: Literal[-1] | Count | None = Field(None, description="max_tokens, as llama.cpp calls it; -1: no limit.")
     max_time: float | None = Field(None, gt=0, description="End after this many seconds of decoding.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="structured_outputs.json, as vLLM called it.")
+    guided_regex: str | None = Field(None, description="structured_outputs.regex.")
+    guided_choice: list[Text] | None = Field(None, min_length=1, description="structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="structured_outputs.grammar.")
     prediction: PredictedOutput | None = None
-    user: str | None = None
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only with the same salt.")
+    cache_prompt: bool | None = Field(None, description="Whether a cached prefix may be used; true without it.")
+    timings_per_token: bool | None = Field(None, description="Send `timings` with every chunk of a stream.")
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="Lower ones are served earlier.")
     speculative: bool | SpeculationOptions | None = None
+
+    @model_validator(mode="after")
+    def _under_one_name(self) -> Self:
+        """Move what came under another project's name to our own. Raises FieldError for two different values."""
+        for other, own in SAME_AS.items():
+            value = getattr(self, other, None)
+            if value is None or value == UNLIMITED:
+                continue
+            if getattr(self, own) not in (None, value):
+                raise FieldError(other, f"{own} and {other} are one thing: give one of them.")
+            setattr(self, own, value)
+        guided = {form: getattr(self, f"guided_{form}") for form in ("json", "regex", "choice", "grammar")}
+        given = {form: value for form, value in guided.items() if value is not None}
+        if given:
+            if self.structured_outputs is not None:
+                raise FieldError(f"guided_{min(given)}", "structured_outputs has it too: give one of them.")
+            self.structured_outputs = StructuredOutputs(**given)
+        return self
 
 
 class CompletionRequest(Decoding):
     """The body of /v1/completions. For an encoder-decoder, the prompt is the source."""
+
+    others = published.REQUEST | published.COMPLETION
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
@@ -157,12 +202,16 @@ class CompletionRequest(Decoding):
 class FunctionCall(Body):
     """The function that a message calls; its arguments are JSON text."""
 
+    others = published.TOOL
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
     """A tool call in a message of the assistant."""
+
+    others = published.TOOL
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -171,6 +220,8 @@ class ToolCall(Body):
 
 class Message(Body):
     """A message of a chat: its role, its content, and its tool calls."""
+
+    others = published.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -184,6 +235,8 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call."""
 
+    others = published.TOOL
+
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -192,6 +245,8 @@ class Function(Body):
 
 class Tool(Body):
     """A tool that the model may use."""
+
+    others = published.TOOL
 
     type: Literal["function"]
     function: Function
@@ -213,18 +268,26 @@ class ToolChoice(Body):
 class ChatRequest(Decoding):
     """The body of /v1/chat/completions."""
 
+    others = published.REQUEST | published.CHAT
+
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[Tool] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that know it; none switches thinking off where that can be done."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Begin the assistant's message; true without it.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message, which stays open.")
 
 
 class InputItem(Body):
     """A message in the input of /v1/responses."""
+
+    others = published.ITEM
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -234,9 +297,10 @@ class InputItem(Body):
 class InputText(Body):
     """A text in an item of the input."""
 
+    others = published.PART
+
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None
 
 
 class TextFormat(Body):
@@ -255,11 +319,12 @@ class TextSettings(Body):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Addressed):
     """The body of /v1/responses: text in, text out. Nothing is stored."""
 
+    others = published.RESPONSES
+
     input: str | list[InputItem]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = Field(None, ge=0, le=100)
@@ -268,22 +333,19 @@ class ResponsesRequest(Body):
     store: Literal[False] | None = None
     text: TextSettings | None = None
     metadata: dict[str, str] | None = None
-    user: str | None = None
     speculative: bool | SpeculationOptions | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Addressed):
     """The body of /tokenize: a text, or the messages of a chat."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Addressed):
     """The body of /detokenize."""
 
-    model: str | None = None
     tokens: list[TokenId]

@@ -18,6 +18,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Prompt
 from slipstream.serve import answers
+from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.faults import BadRequest, NotServed, ServeError
 from slipstream.serve.metrics import Metrics
@@ -78,6 +79,11 @@ class ServerState:
         """Raise NotServed for the name of another model."""
         if name is not None and name not in self.settings.names:
             raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
+
+    def admit(self, request: Request, body: Addressed) -> None:
+        """Note a body's fields without effect, which the answer will name. Raises NotServed for another model."""
+        request.state.ignored = [*ignored(body)]
+        self.check_model(body.model)
 
     @cached_property
     def grammars(self) -> Grammars:

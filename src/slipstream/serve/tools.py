@@ -125,7 +125,7 @@ class Tools:
         """Read the fields of a request. Raises BadRequest for a choice that its tools or its format do not allow."""
         tools = tuple(body.tools or ())
         choice = body.tool_choice or ("auto" if tools else "none")
-        if choice != "none" and not tools:
+        if choice not in ("none", "auto") and not tools:
             raise BadRequest("tool_choice needs tools.", "tool_choice")
         if isinstance(choice, ToolChoice) and choice.function.name not in {tool.function.name for tool in tools}:
             raise BadRequest(f"tool_choice names {choice.function.name!r}, which is none of the tools.", "tool_choice")

@@ -39,12 +39,12 @@ OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     state = state_of(request)
-    state.check_model(body.model)
+    state.admit(request, body)
     tools = Tools.of(body, state)
     options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
     messages = await run_in_threadpool(with_open_media, messages, state)
-    chat = Chat(messages, tools.for_template(), body.chat_template_kwargs)
+    chat = Chat(messages, tools.for_template(), _variables(body, state, request))
     call = await state.call(request, [chat], options, "messages")
     answer = _Answer(state, body, call, tools)
     if body.stream:
@@ -55,12 +55,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:
     """Return the engine's options for a chat. Raises BadRequest for fields that do not go together."""
     options = engine_options(body, state.settings, tenant)
-    if body.max_completion_tokens is not None:
-        if body.max_tokens is not None:
-            raise BadRequest("max_tokens and max_completion_tokens are one thing: give one of them.", "max_tokens")
-        options["max_new_tokens"] = body.max_completion_tokens
     options.setdefault("max_new_tokens", state.longest)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs=true.", "top_logprobs")
     if body.logprobs:
         wanted, most = body.top_logprobs or 0, state.settings.limits.logprobs
@@ -68,6 +64,27 @@ def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -
             raise BadRequest(f"top_logprobs={wanted} is above the {most} that this server gives.", "top_logprobs")
         options["logprobs"] = wanted
     return options | constraint(body, state) | tool_constraint(tools, state)
+
+
+def _variables(body: ChatRequest, state: ServerState, request: Request) -> dict[str, Any]:
+    """Return the variables of the chat template. Those that the template does not have are noted as without effect."""
+    media = state.engine.media
+    owners = (state.engine.tokenizer, media.processor if media else None)
+    template = " ".join(str(getattr(owner, "chat_template", None)) for owner in owners)
+    named = {f"chat_template_kwargs.{name}": name for name in body.chat_template_kwargs or ()}
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        named["reasoning_effort"] = "reasoning_effort" if "reasoning_effort" in template else "enable_thinking"
+        own = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+        variables = own | variables
+    request.state.ignored += [field for field, name in named.items() if name not in template]
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise BadRequest(
+                "add_generation_prompt and continue_final_message exclude each other.", "add_generation_prompt"
+            )
+        return {**variables, "continue_final_message": True, "add_generation_prompt": False}
+    return {"add_generation_prompt": body.add_generation_prompt is not False, **variables}
 
 
 class _Answer:
@@ -113,8 +130,9 @@ class _Answer:
 
     def _event(self, choices: list[answers.ChatChunkChoice], usage: bool = False, ended: bool = False) -> str:
         """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
-        about = self.call.about(speculation(self.body)) if usage or ended else {}
-        further = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
+        wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
+        about = self.call.about(speculation(self.body)) if ended or any(wanted.values()) else {}
+        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
         return event(answers.ChatChunk(**self.heading.fields, choices=choices, **further))
 
     def _read(self, index: int, piece: Piece) -> list[answers.Delta]:

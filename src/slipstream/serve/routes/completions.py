@@ -17,7 +17,7 @@ from slipstream.serve.grammars import constraint
 from slipstream.serve.logprobs import for_text
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
-from slipstream.serve.schema import CompletionRequest, StreamOptions
+from slipstream.serve.schema import UNLIMITED, CompletionRequest, StreamOptions
 from slipstream.serve.selection import (
     beam_choices,
     beam_options,
@@ -46,7 +46,7 @@ OUTCOMES = {**ERRORS, 200: streams(answers.CompletionAnswer)}
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state = state_of(request)
-    state.check_model(body.model)
+    state.admit(request, body)
     refuse_beam_fields(body)
     if body.use_beam_search:
         return answered(await unless_gone(request, _searched(state, body, request)))
@@ -81,7 +81,7 @@ def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
 def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:
     """Return the engine's options for a completion request."""
     options = engine_options(body, state.settings, tenant)
-    options.setdefault("max_new_tokens", DEFAULT_TOKENS)
+    options.setdefault("max_new_tokens", state.longest if body.n_predict == UNLIMITED else DEFAULT_TOKENS)
     if (written := count_written(body, state.settings)) > (body.n or 1):
         options |= {"n": written, "logprobs": 0}  # log-probabilities decide which texts are in the answer
     return options | _for_texts(body, state.settings.limits) | constraint(body, state)
@@ -139,8 +139,9 @@ class _Answer:
 
     def _event(self, choices: list[answers.TextChoice], usage: bool, ended: bool) -> str:
         """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
-        about = self.call.about(speculation(self.body)) if usage or ended else {}
-        further = {name: value for name, value in about.items() if (usage if name == "usage" else ended)}
+        wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
+        about = self.call.about(speculation(self.body)) if ended or any(wanted.values()) else {}
+        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
         return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **further))
 
     def _chunk(self, index: int, pieces: Sequence[Piece]) -> answers.TextChoice:

@@ -64,7 +64,7 @@ async def metrics(request: Request) -> Response:
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the tokens of a text, or of a chat in the model's chat template."""
     state = state_of(request)
-    state.check_model(body.model)
+    state.admit(request, body)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("give either prompt or messages.", "prompt")
     tokens = await run_in_threadpool(_tokens, state, body)
@@ -88,7 +88,7 @@ def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of tokens, with special ones."""
     state = state_of(request)
-    state.check_model(body.model)
+    state.admit(request, body)
     vocabulary = state.engine.decoder.target.vocab
     if any(token >= vocabulary for token in body.tokens):
         raise BadRequest(f"tokens holds an id that the model does not know: it knows 0..{vocabulary - 1}.", "tokens")

@@ -36,7 +36,7 @@ OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a chat."""
     state = state_of(request)
-    state.check_model(body.model)
+    state.admit(request, body)
     options = engine_options(_decoding(body), state.settings, tenant_of(request))
     options["max_new_tokens"] = body.max_output_tokens or state.longest
     options |= await run_in_threadpool(constraint, _decoding(body), state)

@@ -1,0 +1,91 @@
+"""Fields that clients send and this server does not act on, with the values that change nothing.
+
+OpenAI, vLLM, SGLang, llama.cpp and the clients of each publish them. With a value that is listed, a field is accepted,
+and named in a header of the answer; any other value would change the answer, and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Others = dict[str, tuple[Any, ...] | None]
+"""Names of fields -> the values that change nothing: () if there are none, None if all values change nothing."""
+
+
+def _any(names: str) -> Others:
+    return dict.fromkeys(names.split())
+
+
+def _only(values: tuple[Any, ...], names: str) -> Others:
+    return dict.fromkeys(names.split(), values)
+
+
+_DECORATION: Others = _any("cache_control provider_specific_fields extra_content")
+"""What client libraries add to every object."""
+
+REQUEST: Others = {
+    **_any("user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid"),
+    **_any("provider_specific_fields keep_alive ttl id_slot guided_decoding_backend draft_model"),
+    **_any("mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n n_keep"),
+    **_any("dry_sequence_breakers xtc_threshold speculative.n_max speculative.n_min speculative.p_min"),
+    **_only(
+        (True,), "skip_special_tokens spaces_between_special_tokens detokenize separate_reasoning stream_reasoning"
+    ),
+    **_only((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_hidden_states"),
+    **_only((False,), "no_stop_trim return_tokens return_progress post_sampling_probs return_prompt_logprobs"),
+    **_only((0,), "mirostat dynatemp_range dry_multiplier xtc_probability n_probs min_keep n_indent top_a"),
+    **_only((1,), "tfs_z guidance_scale"),
+    **_only(([], {}), "logits_processors lora documents allowed_token_ids vllm_xargs transforms plugins"),
+    **_only(
+        (), "prompt_logprobs truncate_prompt_tokens logprob_token_ids guided_whitespace_pattern kv_transfer_params"
+    ),
+    **_only((), "repeat_last_n samplers grammar json_schema regex ebnf stop_regex lora_path t_max_predict_ms"),
+    **_only((), "stop_token top_n_sigma random_seed generation_config options extra_body custom_logit_processor"),
+}
+"""Those of /v1/completions and /v1/chat/completions."""
+
+COMPLETION: Others = _only((), "suffix") | _only((True,), "add_special_tokens")
+
+CHAT: Others = {
+    **_only((["text"],), "modalities"),
+    **_only(([],), "functions"),
+    **_only(("none", "auto"), "function_call"),
+    **_only(("medium",), "verbosity"),
+    **_only((False,), "add_special_tokens echo use_beam_search safe_prompt web_search"),
+    **_only((True,), "include_reasoning"),
+    **_only((1,), "best_of"),
+    **_only((), "audio web_search_options moderation thinking enable_thinking thinking_token_budget chat_template"),
+    **_only((), "mm_processor_kwargs media_io_kwargs reasoning length_penalty early_stopping"),
+    **_any("reasoning_format"),
+}
+
+STREAM_OPTIONS: Others = _any("include_obfuscation")
+
+PART: Others = _DECORATION | _any("annotations logprobs id index")
+
+MESSAGE: Others = {
+    **_DECORATION,
+    **_any("annotations id index status parsed thinking_blocks reasoning_details object created metadata"),
+    **_only(([], {}), "images documents"),
+    **_only((False,), "prefix partial"),
+    **_only(("message",), "type"),
+    **_only((), "audio function_call"),
+}
+
+TOOL: Others = _DECORATION | _any("index parsed_arguments defer_loading")
+"""Those of tools, of calls of tools, and of their functions."""
+
+RESPONSES: Others = {
+    **_any("user service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
+    **_any("parallel_tool_calls"),
+    **_only(("auto", "disabled"), "truncation"),
+    **_only(([],), "include tools"),
+    **_only(("none", "auto"), "tool_choice"),
+    **_only((False,), "background"),
+    **_only((0,), "top_logprobs"),
+    **_only((), "previous_response_id conversation prompt reasoning max_tool_calls context_management moderation"),
+}
+"""Those of /v1/responses."""
+
+ITEM: Others = _any("id status phase")
+"""Those of a message in the input of /v1/responses."""
