@@ -61,7 +61,7 @@ def test_searches_run_together_as_memory_allows() -> None:
     lengths = [most_tokens(search, decoder.controller.most) for search in searches]
     least = next(size for size in range(1 << 16, 1 << 30, 1 << 16) if MemoryLimit(size, decoder).holds([max(lengths)]))
     assert not MemoryLimit(least, decoder).holds(lengths)
-    alone = BeamDecoder(decoder, searches, room=MemoryLimit(least, decoder))
+    alone = BeamDecoder(decoder, searches, memory=MemoryLimit(least, decoder))
     assert {len(running) for running in alone.rounds()} == {1}
     together = searches_of(decoder.target, requests, range(2))
     assert max(len(running) for running in BeamDecoder(decoder, together).rounds()) == 2
