@@ -13,23 +13,26 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from slipstream.cache.stores import FloatStore, Store, each_tensor
+
 FIRST_SLOTS = 128
 INDEXER = 1_000_000
 """The first layer number under which keys of indexers are stored, above all numbers of layers."""
 
 
 class RowCache:
-    """A `Cache` of keys and values of every layer, (rows, heads, slots, head_dim), grown by doubling.
+    """A `Cache` of keys and values of every layer in stores of one `format`, grown by doubling.
 
     One forward pass is `place(count, first, stop)`, then `update(layer, keys, values)` by every layer, then `advance`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, format: type[Store] = FloatStore) -> None:
         self.lengths: list[int] = []
+        self._format = format
         self._capacity = 0
         self._slots = FIRST_SLOTS
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._views: tuple[slice, list[tuple[Tensor, Tensor]]] | None = None  # rows, and the stores of these
+        self._layers: dict[int, Store] = {}
+        self._views: tuple[slice, dict[int, Store]] | None = None  # rows, and the stores of these
         self._dirty: list[int] = []  # slots that were ever written since a row was added
         self.least = 0  # slots that a pass reads at least, even if fewer are in use
         self.part = slice(0, 0)  # the rows that take part in this pass
@@ -63,12 +66,11 @@ class RowCache:
         freed = set(rows)
         kept = [row for row in range(len(self.lengths)) if row not in freed]
         start = next((i for i, row in enumerate(kept) if i != row), len(kept))
-        for keys, values in self._layers.values():
+        for store in chain.from_iterable(self._layers.values()):
             for i in range(start, len(kept)):  # ascending, so nothing is overwritten before it has moved
                 row, used = kept[i], self.lengths[kept[i]]
-                for store in (keys, values):
-                    store[i, :, :used] = store[row, :, :used]
-                    store[i, :, used : self._dirty[i]] = 0  # a damaged text may have left NaN, see `add`
+                store[i, :, :used] = store[row, :, :used]
+                store[i, :, used : self._dirty[i]] = 0  # a damaged text may have left NaN, see `add`
         for i in range(start, len(kept)):
             self._dirty[i] = self.lengths[kept[i]]
         self.lengths = [self.lengths[row] for row in kept]
@@ -77,19 +79,17 @@ class RowCache:
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
         """Set a row to `length` tokens; layers have keys and values (heads, count, head_dim) of the last `count`."""
         self._resize(slots=length + 1)
-        for layer, states in layers.items():
-            if layer not in self._layers:
-                keys, values = (self._allocate(each[None]) for each in states)
-                self._layers[layer], self._views = (keys, values), None
-            for store, new in zip(self._layers[layer], states, strict=True):
-                store[row, :, length - new.shape[1] : length] = new
+        for layer, (keys, values) in layers.items():
+            part = self._store(layer, slice(row, row + 1), keys[None], values[None])
+            part.write([length - keys.shape[1]], keys[None], values[None])
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
     @torch.inference_mode()
     def copy(self, row: int, start: int, stop: int) -> Tensor:
-        """Copy all layers' keys and values of a row's tokens start..stop to one flat tensor, on the first device."""
+        """Copy the bytes of all layers for a row's tokens start..stop to one flat tensor, on the first device."""
         stores = list(chain.from_iterable(self._layers[layer] for layer in sorted(self._layers)))
-        return torch.cat([store[row, :, start:stop].flatten().to(stores[0].device) for store in stores])
+        parts = (store[row, :, start:stop].flatten().view(torch.uint8) for store in stores)
+        return torch.cat([part.to(stores[0].device) for part in parts])
 
     @torch.inference_mode()
     def paste(self, row: int, blocks: Sequence[Tensor], size: int) -> None:
@@ -99,9 +99,10 @@ class RowCache:
         together = torch.stack(tuple(blocks))
         for store in chain.from_iterable(self._layers[layer] for layer in sorted(self._layers)):
             heads, dim = store.shape[1], store.shape[3]
-            part = together[:, offset : offset + heads * size * dim].view(len(blocks), heads, size, dim)
+            end = offset + heads * size * dim * store.element_size()
+            part = together[:, offset:end].clone().view(store.dtype).view(len(blocks), heads, size, dim)
             store[row, :, :length] = part.transpose(0, 1).reshape(heads, length, dim)
-            offset += heads * size * dim
+            offset = end
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
@@ -125,9 +126,8 @@ class RowCache:
             if list(path) == list(range(len(path))):
                 continue
             slots = [start + place for place in path]
-            for stores in self._layers.values():
-                for store in stores:
-                    store[row, :, start : start + len(path)] = store[row][:, slots]
+            for store in chain.from_iterable(self._layers.values()):
+                store[row, :, start : start + len(path)] = store[row][:, slots]
 
     # ---- one forward pass ----
 
@@ -149,22 +149,34 @@ class RowCache:
         return self.lengths[self.part]
 
     @property
-    def stores(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of every layer, of all rows, with all their slots; empty before the first pass."""
+    def stores(self) -> list[Store]:
+        """The stores of every layer, of all rows, with all their slots; empty before the first pass."""
         return self._stores_of(slice(0, len(self.lengths)))
 
     @property
-    def taking_part(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of every layer, of the rows of this pass, with all their slots."""
+    def taking_part(self) -> list[Store]:
+        """The stores of every layer, of the rows of this pass, with all their slots."""
         return self._stores_of(self.part)
 
-    def _stores_of(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return views of keys and values of these rows, by layer."""
+    def _stores_of(self, rows: slice) -> list[Store]:
+        """Return the stores of these rows, by layer; those of hidden states, behind the layers, take no part."""
+        return [store for layer, store in self._views_of(rows).items() if layer < INDEXER]
+
+    def _views_of(self, rows: slice) -> dict[int, Store]:
+        """Return views of these rows in all stores, in the order of their numbers."""
         if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
-            # Hidden states are stored behind the layers and take no part in passes.
-            layers = [self._layers[layer] for layer in sorted(self._layers) if layer < INDEXER]
-            self._views = rows, [(keys[rows], values[rows]) for keys, values in layers]
+            parts = {layer: each_tensor(self._layers[layer], lambda each: each[rows]) for layer in sorted(self._layers)}
+            self._views = rows, parts
         return self._views[1]
+
+    def _store(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> Store:
+        """Return the store of these rows in a layer, which is allocated at first for such keys and values."""
+        if layer not in self._layers:
+            # What is no layer, keys of indexers and hidden states, stays as it is.
+            format = self._format if layer < INDEXER else FloatStore
+            like = format.of(keys[:, :, :0], values[:, :, :0])
+            self._layers[layer], self._views = each_tensor(like, self._allocate), None
+        return self._views_of(rows)[layer]
 
     @property
     def last_sees_all(self) -> bool:
@@ -184,12 +196,9 @@ class RowCache:
     @torch.inference_mode()
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (rows, heads, count, head_dim) -> all of the rows' so far, (rows, heads, end, ...)."""
-        if layer not in self._layers:
-            self._layers[layer], self._views = (self._allocate(keys), self._allocate(values)), None
-        stores = tuple(store[self.part] for store in self._layers[layer])
-        for store, new in zip(stores, (keys, values), strict=True):
-            self._write(store, new)
-        return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
+        store = self._store(layer, self.part, keys, values)
+        store.write(self._lengths, keys, values)
+        return store.read(self.end)
 
     def look(self, layer: int, slots: Tensor) -> Tensor | None:
         """Return the entries of a layer with one head at slots (rows, n) of the first rows: keys and values
@@ -205,15 +214,6 @@ class RowCache:
         They are stored as the keys of one head, with values of size 0."""
         single = keys[:, None]
         return self.update(INDEXER + layer, single, single[..., :0])[0][:, 0]
-
-    def _write(self, store: Tensor, new: Tensor) -> None:
-        """Write new entries (rows, heads, count, width) to the slots after the text of every row of this pass."""
-        starts = self._lengths
-        if len(set(starts)) == 1:
-            store[:, :, starts[0] : starts[0] + self._count] = new
-            return
-        for row, start in enumerate(starts):
-            store[row, :, start : start + self._count] = new[row]
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit the pass: row first + r has `counts[r]` more tokens."""
@@ -263,10 +263,9 @@ class RowCache:
         self._capacity, self._slots, self._views = capacity, slots, None
         self._dirty = [min(dirty, slots) for dirty in self._dirty[:rows]] + [0] * (capacity - rows)
         for layer, stores in self._layers.items():
-            keys, values = (self._allocate(store) for store in stores)
-            for new, old in zip((keys, values), stores, strict=True):
+            self._layers[layer] = each_tensor(stores, self._allocate)
+            for new, old in zip(self._layers[layer], stores, strict=True):
                 new[:rows, :, :width] = old[:rows, :, :width]
-            self._layers[layer] = (keys, values)
 
 
 def _doubled(size: int, least: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.cache.stores import Stores
 from slipstream.execution.graphs import GRAPHS
-from slipstream.execution.passes import Stores
 
 Function = Callable[[Sequence[Tensor | None]], list[Tensor]]
 """A function of tensors that can be captured: it reads nothing else but weights and caches, and waits for nothing."""
@@ -136,8 +136,7 @@ def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
 
 def _form(stores: Stores) -> tuple[Any, ...]:
     """Return what graphs contain of a cache; all layers are allocated together, so the first stands for all."""
-    keys, values = stores[0]
-    return keys.data_ptr(), values.data_ptr(), keys.stride()
+    return tuple((tensor.data_ptr(), tensor.stride()) for tensor in stores[0])
 
 
 def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list[Tensor], Callable[[], object]]:

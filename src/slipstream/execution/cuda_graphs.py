@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slipstream.cache.stores import Stores
 from slipstream.core.law import Law
 from slipstream.execution.capturing import Graph, Graphs, shapes
 from slipstream.execution.draft_graphs import (
@@ -34,7 +35,6 @@ from slipstream.execution.passes import (
     Pass,
     PassResult,
     Places,
-    Stores,
     compare,
     forward_showing,
 )

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from slipstream.cache.stores import Stores
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
 from slipstream.execution.graphs import LEAST, Frozen, equate, graph_progress, vary, warn
 from slipstream.execution.masks import PassMasks, Sight
-from slipstream.execution.passes import Cross, Parts, Pass, Stores, forward, sizes_of_stores
+from slipstream.execution.passes import Cross, Parts, Pass, forward, sizes_of_stores
 from slipstream.kernels.laws import greatest
 
 FED = 2  # the most tokens that a draft's cache lacks when a round begins

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, warn
-from slipstream.execution.passes import EAGERLY, Stores, compare
+from slipstream.execution.passes import EAGERLY, compare
 
-Reader = Callable[[Tensor, Tensor | None], Stores]
+States = list[tuple[Tensor, Tensor]]
+"""Keys and values (rows, heads, source, head_dim) of cross-attention by layer, as the model computes them."""
+
+Reader = Callable[[Tensor, Tensor | None], States]
 """A function from ids (rows, longest) and their mask, or features and None, to keys and values of cross-attention."""
 
 
@@ -32,7 +35,7 @@ class CompiledReader:
     _graphs: dict[bool, Any] = field(default_factory=dict)
     _failed: bool = False
 
-    def __call__(self, inputs: Tensor, mask: Tensor | None) -> Stores:
+    def __call__(self, inputs: Tensor, mask: Tensor | None) -> States:
         """See `Reader`."""
         if self._failed or mask is None or inputs.shape[1] < LEAST:
             return self.eager(inputs, mask)
@@ -44,19 +47,19 @@ class CompiledReader:
             warn(self.name, f"reads sources {EAGERLY}", error)
             return self.eager(inputs, mask)
 
-    def _make(self, single: bool, inputs: Tensor, mask: Tensor) -> Stores:
+    def _make(self, single: bool, inputs: Tensor, mask: Tensor) -> States:
         """Make the graph for one source or for batches, compare it with the eager reader, and return its result."""
         eager = self.eager
 
-        def function(inputs: Tensor, mask: Tensor) -> Stores:
+        def function(inputs: Tensor, mask: Tensor) -> States:
             return eager(inputs, mask)
 
         vary([(tensor, {0: "rows", 1: "tokens"}) for tensor in (inputs, mask)], {"rows"} if single else ())
         on_graph = graph_progress(self.progress, f"{self.name} for {'one source' if single else 'batches of sources'}")
         graph = Frozen(function, ["inputs", "mask"], on_graph)
-        stores = graph(inputs, mask)
-        for layer, same in zip(self.eager(inputs, mask), stores, strict=True):
+        states = graph(inputs, mask)
+        for layer, same in zip(self.eager(inputs, mask), states, strict=True):
             for expected, made in zip(layer, same, strict=True):
                 compare(expected.to(self.dtype), made.to(self.dtype), "keys and values")
         self._graphs[single] = graph
-        return stores
+        return states

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.cache.stores import Stores
 from slipstream.execution.graphs import LEAST, Frozen, graph_progress, vary, warn
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import (
@@ -18,7 +19,6 @@ from slipstream.execution.passes import (
     Pass,
     PassResult,
     Places,
-    Stores,
     compare,
     forward_showing,
 )

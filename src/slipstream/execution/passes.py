@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from slipstream.cache.stores import FloatStore, Store, Stores
 from slipstream.kernels.quantization import Precision
-
-Stores = list[tuple[Tensor, Tensor]]
-"""The keys and values of every layer, (rows, heads, slots, head_dim)."""
 
 Parts = tuple[Stores, Tensor, Tensor | None] | None
 """The fields of a `Cross`, as graphs take them."""
@@ -27,7 +25,7 @@ MOST_WIDTH = 64  # wider passes are prefills, which are bound by arithmetic, so 
 class Cross:
     """The inputs of a decoder's cross-attention: keys and values of the rows' sources, and their mask.
 
-    `stores` are (rows, heads, slots, head_dim) for every layer; the additive `mask` (rows, 1, 1, source) is for the
+    `stores` are those of every layer; the additive `mask` (rows, 1, 1, source) is for the
     first of the slots, the others are empty. `back` (rows, n, end) is how many positions every cached token lies before
     each new one, for models with a bias for it. The empty slots are cut off within the pass: a view of a tensor has
     strides of its own, which Python would pass to a graph at every call, as it does sizes.
@@ -38,10 +36,9 @@ class Cross:
     back: Tensor | None = None
 
     @property
-    def seen(self) -> Stores:
-        """The keys and values of the slots that the mask covers."""
-        source = self.mask.shape[-1]
-        return [(keys[:, :, :source], values[:, :, :source]) for keys, values in self.stores]
+    def seen(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of the slots that the mask covers, by layer."""
+        return [store.read(self.mask.shape[-1]) for store in self.stores]
 
     def to(self, device: torch.device) -> Cross:
         """Return these inputs on a device, where the stores are already."""
@@ -94,7 +91,7 @@ class Mode:
     `packed` None packs the weights of models that are loaded by name, where that is possible; a loaded model would need
     its weights twice. If `compiled`, a draft makes chains of the sizes `ahead` by one graph each and others by a graph
     per step; `ahead` is None for a model that is not a draft. `progress` is called when a graph is being made. A
-    `precision` quantizes the weights, which makes another model.
+    `precision` quantizes the weights, and `stores` may round the cache, which makes another model.
     """
 
     compiled: bool = False
@@ -102,6 +99,7 @@ class Mode:
     ahead: tuple[int, ...] | None = None
     progress: Callable[[str], object] | None = None
     precision: Precision | None = None
+    stores: type[Store] = FloatStore
 
     def of_draft(self, ahead: tuple[int, ...]) -> Mode:
         """Return the mode for the draft of a target in this mode: chains of these sizes, and weights not quantized."""
@@ -161,11 +159,8 @@ class GivenSlots(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-        keys, values = self.stores[layer_idx]
-        keys[rows, :, self.slots] = key_states.transpose(1, 2)
-        values[rows, :, self.slots] = value_states.transpose(1, 2)
-        return keys[:, :, : self.end], values[:, :, : self.end]
+        self.stores[layer_idx].write(self.slots, key_states, value_states)
+        return self.stores[layer_idx].read(self.end)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -201,7 +196,7 @@ def forward_showing(
 
 def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:
     """Return the tensors of stores with names of their varying dimensions: rows, and `slots`."""
-    return [(store, {0: "rows", 2: slots}) for pair in stores for store in pair]
+    return [(tensor, {0: "rows", 2: slots}) for store in stores for tensor in store]
 
 
 def compare(eager: Tensor, compiled: Tensor, what: str = "logits") -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.cache.stores import Stores
 from slipstream.execution.graphs import equate
 from slipstream.execution.names import with_cache
-from slipstream.execution.passes import Cross, Parts, Pass, Places, Stores, forward_showing, sizes_of_stores
+from slipstream.execution.passes import Cross, Parts, Pass, Places, forward_showing, sizes_of_stores
 
 INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
 """The names of the inputs of a traced pass."""

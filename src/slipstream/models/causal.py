@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from slipstream.cache.prefixes import PrefixCache
+from slipstream.cache.stores import FloatStore, Store
 from slipstream.core.draft import Tree, padded, runs_of_texts
 from slipstream.core.law import Law
 from slipstream.core.media import Media, Modality
@@ -59,7 +60,13 @@ class CausalScorer:
     way = "length"  # the kind of rollback: by a length
     shares_rows = True
 
-    def __init__(self, model: PreTrainedModel, name: str | None = None, execution: Execution | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str | None = None,
+        execution: Execution | None = None,
+        format: type[Store] = FloatStore,
+    ) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         self.model = model.eval()
         self._decoder = decoder = SourceDecoder(model) if model.config.is_encoder_decoder else None
@@ -74,7 +81,7 @@ class CausalScorer:
             execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
         # Only if the layers of a pass are known to receive its tokens as (rows, n).
         self._columns = shared_columns(decoder or model) if self.facts.proven else None
-        self._memory = Memory(decoder, reader)
+        self._memory = Memory(decoder, reader, format)
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
         self._chains: DraftChains | None = None

@@ -19,11 +19,12 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from slipstream.cache.rows import RowCache
+from slipstream.cache.stores import FloatStore, Store
 from slipstream.core.source import Source, SourceForm
-from slipstream.execution.encoder_graphs import Reader
+from slipstream.execution.encoder_graphs import Reader, States
 from slipstream.execution.graphs import LEAST
 from slipstream.execution.names import with_cache
-from slipstream.execution.passes import Cross, Stores
+from slipstream.execution.passes import Cross
 from slipstream.kernels.placement import input_device
 
 
@@ -101,7 +102,7 @@ class _Layer:
 class _SelfAndCross(EncoderDecoderCache):
     """A cache of self-attention, with keys and values of cross-attention that were computed before."""
 
-    def __init__(self, own: Cache, ready: Stores) -> None:
+    def __init__(self, own: Cache, ready: States) -> None:
         super().__init__(own, _FixedCache(layers=[_Layer(keys, values) for keys, values in ready]))
         self.is_updated = dict.fromkeys(range(len(ready)), True)
 
@@ -185,7 +186,7 @@ class SourceDecoder(nn.Module):
         finally:
             self.where.own = self.where.back = None
 
-    def states(self, inputs: Tensor, mask: Tensor | None) -> Stores:
+    def states(self, inputs: Tensor, mask: Tensor | None) -> States:
         """Return cross-attention's keys and values by layer, for ids (rows, longest) and mask, or for features."""
         states = self._encode(inputs, mask)
         return [project(states) for project in self._projections]
@@ -221,10 +222,10 @@ class SourceDecoder(nn.Module):
 class Sources:
     """The sources of all rows for the decoder: keys and values of cross-attention, fixed per row."""
 
-    def __init__(self, decoder: SourceDecoder, reader: Reader | None = None) -> None:
+    def __init__(self, decoder: SourceDecoder, reader: Reader | None = None, format: type[Store] = FloatStore) -> None:
         """Make an empty store; `reader` reads sources for the decoder, for example by graphs (None: eagerly)."""
         self._decoder, self._reader = decoder, reader or decoder.states
-        self._rows = RowCache()
+        self._rows = RowCache(format)
         self._rows.least = LEAST
         self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the bounds of a part of the rows
         self.form = source_form(decoder.model)
@@ -265,11 +266,10 @@ class Sources:
     def _cross(self, part: slice) -> Cross:
         """Make the inputs of cross-attention for these rows, with a mask over the padding of shorter sources."""
         self._rows.reserve(0, part.start, part.stop)
-        ends, stores = torch.tensor(self._rows.lengths[part]), self._rows.taking_part
-        keys = stores[0][0]
-        beyond = torch.arange(self._rows.end)[None] >= ends[:, None]
-        mask = torch.zeros(beyond.shape, dtype=keys.dtype).masked_fill_(beyond, torch.finfo(keys.dtype).min)
-        return Cross(stores, mask[:, None, None].to(keys.device))
+        beyond = torch.arange(self._rows.end)[None] >= torch.tensor(self._rows.lengths[part])[:, None]
+        stores, dtype = self._rows.taking_part, self._decoder.dtype
+        mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, torch.finfo(dtype).min)
+        return Cross(stores, mask[:, None, None].to(stores[0][0].device))
 
 
 def source_form(model: PreTrainedModel) -> SourceForm:

@@ -10,6 +10,7 @@ from transformers import Cache
 
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.cache.rows import RowCache
+from slipstream.cache.stores import FloatStore, Store
 from slipstream.core.media import Media
 from slipstream.core.source import Source
 from slipstream.execution.encoder_graphs import Reader
@@ -28,19 +29,24 @@ class Memory:
     them: a model may give all tokens of an image fewer positions than there are tokens.
     """
 
-    def __init__(self, decoder: SourceDecoder | None = None, reader: Reader | None = None) -> None:
+    def __init__(
+        self,
+        decoder: SourceDecoder | None = None,
+        reader: Reader | None = None,
+        format: type[Store] = FloatStore,
+    ) -> None:
         """Make an empty memory; `decoder` and `reader` are as in `Sources`, None for a model without an encoder."""
-        self._decoder, self._reader = decoder, reader
+        self._decoder, self._reader, self._format = decoder, reader, format
         self._prefixes: PrefixCache | None = None
         self._owner = _Owner()
         self.clear()
 
     def clear(self) -> None:
         """Drop all rows and their storage."""
-        self.texts = RowCache()
+        self.texts = RowCache(self._format)
         self.media: list[Media | None] = []
         self.shifts: list[int] = []
-        self.sources = Sources(self._decoder, self._reader) if self._decoder else None
+        self.sources = Sources(self._decoder, self._reader, self._format) if self._decoder else None
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts in this prefix cache, and look them up there; None for no cache.

@@ -161,7 +161,7 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
         # a layer that it packed itself, and fails.
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
-    scorer = CausalScorer(model, name, execution(model, name, mode))
+    scorer = CausalScorer(model, name, execution(model, name, mode), mode.stores)
     if scorer.execution is not None and mode.ahead is not None:
         scorer.make_draft_graphs(mode.ahead, mode.progress)
     return scorer
