@@ -118,7 +118,9 @@ def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str,
         name, sizes[str(precision)] = str(precision), sum(precision.bytes_of(*shape) for shape in shapes)
         room, columns = Stretch(sizes[name]), Columns()
         layers[name] = [
-            QuantizedLinear(quantize(weight, precision), linear_of(weight), columns, room).multiply
+            QuantizedLinear(
+                precision, quantize(weight, precision).into_panels().map(room.hold), linear_of(weight), columns
+            ).multiply
             for weight in weights
         ]
 

@@ -103,7 +103,8 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "pyarrow": ("serve.batch.lines", "serve.batch.journal"),
     "ray": ("serve.batch.cluster", "serve.cluster.*"),
     "soundfile": ("engine.sounds",),
-    "gguf": ("models.loading.gguf",),
+    "gguf": ("models.loading.gguf", "models.loading.gguf_file"),
+    "huggingface_hub": ("models.loading.gguf_place",),
     "PIL": ("engine.pictures", "serve.pictures"),
 }
 
@@ -311,7 +312,7 @@ def test_import_checker_lets_pass(room: str, source: str) -> None:
         ("engine.load", "import typer"),
         ("bench.race", "from rich.table import Table"),
         ("models.causal", "import tokenizers"),
-        ("models.causal", "import huggingface_hub"),  # comes along with transformers, but is not declared
+        ("models.causal", "import huggingface_hub"),
     ],
 )
 def test_third_party_checker_catches(room: str, source: str) -> None:

@@ -16,7 +16,7 @@ from slipstream.execution.rewrites import MergeLinear
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
 from slipstream.kernels.packing import Columns, PanelLinear, Stretch
 from slipstream.kernels.panels import fits_panels, into_panels, panel_bytes
-from slipstream.kernels.quantization import Codes, Precision, quantize
+from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 WIDTH = 64
@@ -169,9 +169,9 @@ def test_quantized_layers_become_one_with_the_same_bits(
 @pytest.mark.parametrize("zeros", ["codes", "offsets"])
 def test_quantized_layers_with_zeros_become_one(zeros: str) -> None:
     layers, chance = QuantizedLayers([64, 32]), torch.Generator().manual_seed(1)
-    for place, (codes, scales, _) in enumerate(layers.panels):
+    for place, (codes, scales, *_) in enumerate(layers.panels):
         whole = torch.randint(0, 16, scales.shape, generator=chance, dtype=torch.uint8)
-        layers.panels[place] = (codes, scales, whole if zeros == "codes" else (whole / 8 - 1).bfloat16())
+        layers.panels[place] = QuantizedPanels(codes, scales, whole if zeros == "codes" else (whole / 8 - 1).bfloat16())
     inputs = torch.randn(1, 3, WIDTH, generator=chance)
     graph, calls = merged(lambda inputs: torch.cat([layers(0, inputs), layers(1, inputs)], -1), inputs)
     assert calls == {"quantized_linears": 1}
@@ -183,8 +183,8 @@ def test_quantized_layers_of_other_forms_stay_apart(other: str) -> None:
     first = QuantizedLayers([64])
     second = QuantizedLayers([64], {"bits": Precision(8, 32), "group": Precision(4, 64), "zeros": INT4}[other])
     if other == "zeros":
-        codes, scales, _ = second.panels[0]
-        second.panels[0] = (codes, scales, torch.full(scales.shape, 7, dtype=torch.uint8))
+        codes, scales, *_ = second.panels[0]
+        second.panels[0] = QuantizedPanels(codes, scales, torch.full(scales.shape, 7, dtype=torch.uint8))
     inputs = torch.randn(1, 3, WIDTH)
     graph, calls = merged(lambda inputs: first(0, inputs) + second(0, inputs), inputs)
     assert calls == {"quantized_linear": 2}
@@ -195,7 +195,7 @@ def test_quantized_layers_that_do_not_fit_are_refused() -> None:
     first, second = QuantizedLayers([64]), QuantizedLayers([64], Precision(4, 64))
     layers = [(*each.panels[0], None, 64) for each in (first, second)]
     with pytest.raises(RuntimeError, match="different groups"):
-        torch.ops.slipstream.quantized_linears(torch.randn(1, WIDTH), *layers[0], *layers[1], *[None] * 4, 0, 4)
+        torch.ops.slipstream.quantized_linears(torch.randn(1, WIDTH), *layers[0], *layers[1], *[None] * 5, 0, 4)
 
 
 @pytest.mark.slow

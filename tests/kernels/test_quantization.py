@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels import cpu as kernel
-from slipstream.kernels.cpu import kernel_missing, quantized_linear
+from slipstream.kernels.cpu import kernel_missing, quantized_linear, quantized_rows
 from slipstream.kernels.packing import QuantizedLinear, packed, plain_weight, quantized, quantizing_fault
 from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
 from toys import FAMILIES, tiny
@@ -117,8 +117,12 @@ def test_a_weight_of_zeros_stays_one() -> None:
 @zeros
 def test_panels_hold_the_codes(precision: Precision, shifted: Callable[[Codes], Codes]) -> None:
     codes = shifted(quantize(random(70, 100), precision))
-    again = Codes.from_panels(precision, codes.into_panels(), 70)
-    assert torch.equal(again.codes, codes.codes) and torch.equal(again.weight(), codes.weight())
+    rows = quantized_rows(torch.arange(70), codes.into_panels(), precision.bits, 100)
+    assert torch.equal(rows, codes.weight()[:, :100])
+    some = torch.tensor([69, 3, 3])
+    assert torch.equal(quantized_rows(some, codes.into_panels(), precision.bits, 100), rows[some])
+    with pytest.raises(RuntimeError, match="no feature 96"):
+        quantized_rows(torch.tensor([96]), codes.into_panels(), precision.bits, 100)
 
 
 def test_precisions_are_named() -> None:
@@ -173,6 +177,48 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
         assert torch.equal(quantized_linear(inputs[:rows], panels, None, 100, precision.bits), alone[:rows])
 
 
+def in_blocks(bits: int, group: int, groups: int, offsets: bool) -> QuantizedPanels:
+    """A weight of 100 features and 512 inputs in float16, of which `groups` share numbers that they multiply."""
+    blocks, chance = 512 // group // groups, torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (4, 512 * bits // 32, 32, 4), generator=chance, dtype=torch.uint8)
+    scales, zeros = torch.randn(2, 4, blocks, 32, generator=chance).half() / 100
+    places = (4, blocks * groups, 2 if offsets else 1, 32)
+    steps = torch.randint(-128, 128, places, generator=chance, dtype=torch.int8) if groups > 1 else None
+    return QuantizedPanels(codes, scales, zeros if offsets else None, steps)
+
+
+BLOCKS = pytest.mark.parametrize(
+    ("bits", "group", "groups", "offsets"),
+    [(4, 32, 1, False), (4, 32, 1, True), (8, 16, 16, False), (4, 16, 16, True), (8, 32, 8, True), (4, 256, 1, False)],
+)
+
+
+@built
+@BLOCKS
+@pytest.mark.parametrize("dtype", TYPES)
+def test_products_with_numbers_of_blocks_are_those_of_float64(
+    bits: int, group: int, groups: int, offsets: bool, dtype: torch.dtype
+) -> None:
+    """With rounded inputs and with inputs as they are; and a row has the same bits whatever stands beside it."""
+    panels = in_blocks(bits, group, groups, offsets)
+    weight, inputs = quantized_rows(torch.arange(100), panels, bits, 512).double(), random(19, 512, dtype=dtype)
+    for whole, given in ((True, rounded(inputs, group)), (False, inputs.double())):
+        found, exact = quantized_linear(inputs, panels, None, 100, bits, whole), given @ weight.T
+        atol = float(exact.std()) * (2**-8 if dtype == torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=atol)
+        for row in (0, 7, 18):
+            assert torch.equal(quantized_linear(inputs[row : row + 1], panels, None, 100, bits, whole)[0], found[row])
+
+
+@built
+def test_control_a_step_of_another_group_is_seen() -> None:
+    panels, inputs = in_blocks(8, 32, 8, True), random(2, 512)
+    assert panels.steps is not None
+    other = QuantizedPanels(panels.codes, panels.scales, panels.zeros, panels.steps.roll(1, 1))
+    found, wrong = (quantized_linear(inputs, each, None, 100, 8, whole=False) for each in (panels, other))
+    assert float((found - wrong).std()) > 0.1 * float(found.std())
+
+
 @built
 @every
 def test_inputs_that_are_no_numbers_spoil_their_own_row_only(precision: Precision) -> None:
@@ -184,7 +230,9 @@ def test_inputs_that_are_no_numbers_spoil_their_own_row_only(precision: Precisio
 
 @built
 def test_what_does_not_fit_is_refused() -> None:
-    codes, scales, zeros = quantize(random(40, 64), Precision(8, 32)).into_panels()
+    codes, scales, *_ = quantize(random(40, 64), Precision(8, 32)).into_panels()
+    zeros, half = None, scales.half()
+    steps = torch.ones(2, 4, 1, 32, dtype=torch.int8)
     for inputs, parts, features, bits, said in (
         (torch.zeros(1, 20), (codes, scales, zeros), 40, 8, "inputs of 20 for groups of 32"),
         (torch.zeros(1, 65), (codes, scales, zeros), 40, 8, "inputs of 65"),
@@ -192,9 +240,13 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.zeros(1, 64), (codes, scales, zeros), 40, 3, "codes of 3 bits"),
         (torch.zeros(1, 64), (codes, scales[:1], zeros), 40, 8, "the scales do not fit"),
         (torch.zeros(1, 64).double(), (codes, scales, zeros), 40, 8, "float32 or bfloat16"),
+        (torch.zeros(1, 64), (codes, scales.float(), zeros), 40, 8, "the scales do not fit"),
+        (torch.zeros(1, 64), (codes, scales, half), 40, 8, "the zeros do not fit"),
+        (torch.zeros(1, 64), (codes, scales, zeros, steps[:, :3]), 40, 8, "64 inputs in 3 groups"),
+        (torch.zeros(1, 64), (codes, half, half, steps), 40, 8, "the steps do not fit"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            quantized_linear(inputs, parts, None, features, bits)
+            quantized_linear(inputs, QuantizedPanels(*parts), None, features, bits)
 
 
 @built
@@ -205,8 +257,8 @@ def test_control_a_scale_off_by_one_group_is_caught_by_the_kernels_own_check(
 
     class Shifted(Codes):
         def into_panels(self) -> QuantizedPanels:
-            codes, scales, zeros = super().into_panels()
-            return codes, scales.roll(1, 1), zeros
+            codes, scales, *others = super().into_panels()
+            return QuantizedPanels(codes, scales.roll(1, 1), *others)
 
     def shifted(weight: Tensor, precision: Precision) -> Codes:
         right = real(weight, precision)

@@ -58,8 +58,11 @@ def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:
-    """List a sentence for the user if weights stay unpacked on this CPU because the model is in parts; else []."""
-    why = why_in_parts(scorer.model)
+    """List sentences for the user on how the weights were read, and if they stay unpacked as the model is in parts."""
+    why, notes = why_in_parts(scorer.model), [f"{scorer.name}: {each}." for each in getattr(scorer.model, "notes", ())]
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
-        return []
-    return [f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}."]
+        return notes
+    return [
+        *notes,
+        f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}.",
+    ]

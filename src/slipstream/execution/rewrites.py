@@ -90,7 +90,7 @@ class Mergeable:
         return (*[None] * (self.arguments - 1), 0)
 
 
-MERGEABLE = (Mergeable("linear", "linears", 3), Mergeable("quantized_linear", "quantized_linears", 5))
+MERGEABLE = (Mergeable("linear", "linears", 3), Mergeable("quantized_linear", "quantized_linears", 6))
 
 
 class MergeLinear(CustomGraphPass):

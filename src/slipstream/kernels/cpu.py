@@ -34,6 +34,8 @@ def kernel_missing() -> str | None:
         torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
         torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
         torch.library.register_fake("slipstream::quantized_linear", _quantized_shape, allow_override=True)
+        torch.library.register_fake("slipstream::dequantized_linear", _quantized_shape, allow_override=True)
+        torch.library.register_fake("slipstream::quantized_rows", _rows_shape, allow_override=True)
         torch.library.register_fake("slipstream::quantized_linears", _quantized_shapes, allow_override=True)
         laws.register_shapes()
         recurrences.register_shapes()
@@ -55,14 +57,23 @@ def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: 
     return outputs
 
 
-def quantized_linear(inputs: Tensor, panels: QuantizedPanels, bias: Tensor | None, features: int, bits: int) -> Tensor:
+def quantized_linear(
+    inputs: Tensor, panels: QuantizedPanels, bias: Tensor | None, features: int, bits: int, whole: bool = True
+) -> Tensor:
     """Multiply (..., inputs) by a quantized weight -> (..., features).
 
-    Inputs become whole numbers of 8 bits, group by group; the sums of groups are added in float32, in the same order
-    for every row.
+    If `whole`, inputs become whole numbers of 8 bits, group by group; the sums of groups are added in float32, in the
+    same order for every row. Otherwise they stay as they are, and all products are added in float32.
     """
-    outputs: Tensor = torch.ops.slipstream.quantized_linear(inputs.contiguous(), *panels, bias, features, bits)
+    multiply = torch.ops.slipstream.quantized_linear if whole else torch.ops.slipstream.dequantized_linear
+    outputs: Tensor = multiply(inputs.contiguous(), *panels, bias, features, bits)
     return outputs
+
+
+def quantized_rows(features: Tensor, panels: QuantizedPanels, bits: int, width: int) -> Tensor:
+    """Return the weights (n, width) of features (n,) in float32, without rounding codes and scales again."""
+    rows: Tensor = torch.ops.slipstream.quantized_rows(features, *panels, bits, width)
+    return rows
 
 
 def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
@@ -90,15 +101,19 @@ def _quantized_shape(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    steps: Tensor | None,
     bias: Tensor | None,
-    features: int,
-    bits: int,
+    *sizes: int,
 ) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], features))
+    return inputs.new_empty((*inputs.shape[:-1], sizes[0]))
+
+
+def _rows_shape(features: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> Tensor:
+    return scales.new_empty((len(features), others[-1]), dtype=torch.float32)
 
 
 def _quantized_shapes(inputs: Tensor, *layers: Any) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], sum(layers[4:-1:5])))
+    return inputs.new_empty((*inputs.shape[:-1], sum(layers[5:-1:6])))
 
 
 def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -127,6 +127,25 @@ struct BFloat16 {
   }
 };
 
+// Numbers of 16 bits that are read only: scales of weights in files.
+struct Float16 {
+  static Lanes load(const uint16_t* place) {
+    Halves found;
+    std::memcpy(&found, place, sizeof(found));
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_cvtph_ps((__m256i)found);
+#elif defined(__F16C__)
+    return (Lanes)_mm256_cvtph_ps((__m128i)found);
+#elif defined(__aarch64__)
+    return (Lanes)vcvt_f32_f16((float16x4_t)found);
+#else
+    const Words all = __builtin_convertvector(found, Words), size = (all & 0x7fffu) << 13;
+    const Words finite = (Words)((Lanes)size * 0x1p112f), endless = size | 0x7f800000u;
+    return (Lanes)(((all & 0x8000u) << 16) | ((all & 0x7c00u) == 0x7c00u ? endless : finite));
+#endif
+  }
+};
+
 // Asks for weights AHEAD of their turn. Behind the last ones there may be nothing, which is no error.
 inline void prefetch(const void* place, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += LINE)

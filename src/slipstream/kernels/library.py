@@ -24,8 +24,9 @@ import torch
 
 HERE = Path(__file__).parent
 CARRIED = HERE / "carried"
-HEADERS = HERE / "lanes.h", HERE / "parallel.h"
-SOURCES = tuple(HERE / f"{name}.cpp" for name in ("attention", "quantized", "cpu", "recurrences", "laws", "codes"))
+HEADERS = HERE / "lanes.h", HERE / "parallel.h", HERE / "weights.h"
+PARTS = ("attention", "quantized", "cpu", "recurrences", "laws", "codes", "blocks")
+SOURCES = tuple(HERE / f"{name}.cpp" for name in PARTS)
 COMPILERS = ("c++", "g++", "clang++")
 STABLE_ABI = "0x020b000000000000"
 """Torch 2.11, the oldest version that a library serves."""

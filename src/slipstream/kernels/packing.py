@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels.attention import attend_by_kernel
-from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
+from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear, quantized_rows
 from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
 from slipstream.kernels.placement import why_in_parts
-from slipstream.kernels.quantization import Codes, Precision, quantize
+from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave out the padding
@@ -64,10 +65,15 @@ class Stretch:
         room = torch.frombuffer(memory, dtype=torch.uint8)
         self._free = room[-room.data_ptr() % HUGE_PAGE :]
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor for numbers that are to be written, after the one before. It takes whole cache lines."""
+        size = math.prod(shape) * dtype.itemsize
+        place, self._free = self._free[:size], self._free[size:]
+        return place.view(dtype).view(tuple(shape))
+
     def hold(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor after the one before -> the copy. Both take whole cache lines, as panels do."""
-        place, self._free = self._free[: tensor.nbytes], self._free[tensor.nbytes :]
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        """Copy a tensor after the one before -> the copy."""
+        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 class PackedLinear(nn.Module):
@@ -142,41 +148,91 @@ class QuantizedLinear(PackedLinear):
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    steps: Tensor | None
     order: Tensor | None
     weight: Tensor
 
     def __init__(
         self,
-        codes: Codes,
+        precision: Precision,
+        panels: QuantizedPanels,
         layer: Any,
         columns: Columns,
-        stretch: Stretch | None = None,
         order: Tensor | None = None,
+        whole: bool = True,
     ) -> None:
-        """Make the layer from the codes of the weight of `layer`.
+        """Make the layer from the panels of the weight of `layer`.
 
         `order` (in_features,) are the inputs that the codes are for, if they are not in the order of the inputs.
+        Without `whole`, inputs are not rounded to 8 bits.
         """
-        super().__init__(_shape(layer)[1], len(codes.scales), columns)
-        self.precision, self.bias = codes.precision, layer.bias
+        features, inputs = _shape(layer)
+        super().__init__(inputs, features, columns)
+        self.precision, self.bias, self.whole = precision, layer.bias, whole
         # It is empty; some models, as T5, read the dtype of a weight to convert their inputs.
         self.register_buffer("weight", torch.empty(0, dtype=layer.weight.dtype), persistent=False)
-        for name, panels in zip(("codes", "scales", "zeros"), codes.into_panels(), strict=True):
-            held = stretch.hold(panels) if stretch and panels is not None else panels
-            self.register_buffer(name, held, persistent=False)
+        for name, tensor in panels._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("order", order, persistent=False)
+
+    @property
+    def panels(self) -> QuantizedPanels:
+        """The weight as the kernel reads it."""
+        return QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
 
     def multiply(self, inputs: Tensor) -> Tensor:
         """Multiply all tokens by the quantized weight."""
         inputs = inputs if self.order is None else inputs.index_select(-1, self.order)
-        panels = (self.codes, self.scales, self.zeros)
-        return quantized_linear(inputs, panels, self.bias, self.out_features, self.precision.bits)
+        return quantized_linear(inputs, self.panels, self.bias, self.out_features, self.precision.bits, self.whole)
 
     def plain_weight(self) -> Tensor:
         """Return the weight that the codes stand for, in float32."""
-        codes = Codes.from_panels(self.precision, (self.codes, self.scales, self.zeros), self.out_features)
-        weight = codes.weight()[:, : self.in_features]
+        weight = quantized_rows(torch.arange(self.out_features), self.panels, self.precision.bits, self.in_features)
         return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+class QuantizedEmbedding(nn.Module):
+    """Input embeddings that stay quantized: tokens (...) -> (..., width), dequantized row by row.
+
+    Those of a tied head are the head's panels, so that they take no memory.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    steps: Tensor | None
+
+    scale: Tensor | None
+
+    def __init__(self, precision: Precision, panels: QuantizedPanels, layer: Any) -> None:
+        """Make the embeddings from the panels of the weight of `layer`, in its dtype, and with its factor."""
+        super().__init__()
+        scale = getattr(layer, "embed_scale", None)
+        self.register_buffer("scale", None if scale is None else torch.as_tensor(scale), persistent=False)
+        self.precision, self.dtype, self.padding_idx = precision, layer.weight.dtype, layer.padding_idx
+        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
+        for name, tensor in panels._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens."""
+        panels = QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
+        rows = quantized_rows(tokens.reshape(-1), panels, self.precision.bits, self.embedding_dim)
+        rows = rows.to(self.dtype).view(*tokens.shape, self.embedding_dim)
+        return rows if self.scale is None else rows * self.scale.to(self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The embeddings of all tokens without the factor, made anew at each call."""
+        panels = QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
+        rows = quantized_rows(torch.arange(self.num_embeddings), panels, self.precision.bits, self.embedding_dim)
+        return rows.to(self.dtype)
+
+
+def can_embed(layer: nn.Module) -> bool:
+    """Whether `QuantizedEmbedding` can replace a layer: plain embeddings, or with a factor, as Gemma's."""
+    scaled = isinstance(layer, nn.Embedding) and type(layer).__name__.endswith("ScaledWordEmbedding")
+    return type(layer) is nn.Embedding or scaled
 
 
 def precision_of(model: nn.Module) -> Precision | None:
@@ -253,7 +309,8 @@ def quantized(model: PreTrainedModel, precision: Precision, choose: ChooseCodes 
     stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for layer in places.values()))
     nearest = ((name, quantize(plain_weight(layer), precision)) for name, layer in places.items())
     for name, codes in choose(list(places)) if choose else nearest:
-        twin.set_submodule(name, QuantizedLinear(codes, places[name], columns, stretch))
+        panels = codes.into_panels().map(stretch.hold)
+        twin.set_submodule(name, QuantizedLinear(precision, panels, places[name], columns))
     return twin
 
 

@@ -6,7 +6,9 @@ reading weights takes most of the time of a pass of a few tokens on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +24,24 @@ GROUP = {8: 64, 4: 32}
 NEAREST, GPTQ = ROUNDINGS = ("nearest", "gptq")
 """The ways of choosing codes; see `calibrated_rounding` for the second."""
 
-QuantizedPanels = tuple[Tensor, Tensor, Tensor | None]
-"""Codes (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL), as the kernel reads them.
 
-Zeros of uint8 are codes of zero, zeros of bfloat16 are offsets.
-"""
+class QuantizedPanels(NamedTuple):
+    """A quantized weight as the kernel reads it; weights.h describes the layout.
+
+    Codes are (panels, inputs / step, PANEL, QUAD), scales and zeros (panels, groups, PANEL). Zeros of uint8 are codes
+    of zero, others are offsets. With `steps` (panels, groups, 1 or 2, PANEL) of int8, scales and offsets belong to
+    blocks of several groups, and those of a group are so many of them.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    steps: Tensor | None = None
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> QuantizedPanels:
+        """Return what `move` makes of each of the tensors."""
+        zeros, steps = (None if each is None else move(each) for each in (self.zeros, self.steps))
+        return QuantizedPanels(move(self.codes), move(self.scales), zeros, steps)
 
 
 @dataclass(frozen=True)
@@ -86,10 +101,11 @@ class Precision:
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantized weight: integer `codes` (features, groups * group) from 0, bfloat16 `scales` (features, groups).
+    """A quantized weight: integer `codes` (features, groups * group) from 0, and `scales` (features, groups).
 
-    The code of zero is the middle of the range, or in `zeros` (features, groups) of uint8. Zeros of bfloat16 are
-    offsets: the weights of the code 0. Inputs that only fill up the last group have the weight zero, or their offset.
+    Scales are bfloat16 or float16. The code of zero is the middle of the range, or in `zeros` (features, groups) of
+    uint8. Zeros of the type of the scales are offsets: the weights of the code 0. Inputs that only fill up the last
+    group have the weight zero, or their offset.
     """
 
     precision: Precision
@@ -101,7 +117,7 @@ class Codes:
         """Return the dequantized weight (features, groups * group) in float32."""
         parts = self.codes.unflatten(1, (-1, self.precision.group)).int()
         scales = self.scales.float()[..., None]
-        if self.zeros is not None and self.zeros.dtype == torch.bfloat16:
+        if self.zeros is not None and self.zeros.dtype != torch.uint8:
             return (parts * scales + self.zeros.float()[..., None]).flatten(1)
         zeros = self.precision.middle if self.zeros is None else self.zeros.int()[..., None]
         return ((parts - zeros) * scales).flatten(1)
@@ -113,17 +129,7 @@ class Codes:
         low, *high = parts.unbind(3)
         zeros = None if self.zeros is None else _groups_in_panels(self.zeros)
         packed = low | (high[0] << 4) if high else low
-        return packed.transpose(1, 2).contiguous(), _groups_in_panels(self.scales), zeros
-
-    @staticmethod
-    def from_panels(precision: Precision, panels: QuantizedPanels, features: int) -> Codes:
-        """Return the codes of a weight of `features` in panels, the inverse of `into_panels`."""
-        packed, *groups = panels
-        parts = packed.transpose(1, 2)
-        codes = parts[..., None, :] if precision.bits == 8 else torch.stack((parts & 15, parts >> 4), -2)
-        scales, zeros = (None if each is None else each.transpose(1, 2).flatten(0, 1)[:features] for each in groups)
-        assert scales is not None
-        return Codes(precision, codes.flatten(2).flatten(0, 1)[:features], scales, zeros)
+        return QuantizedPanels(packed.transpose(1, 2).contiguous(), _groups_in_panels(self.scales), zeros)
 
 
 def _groups_in_panels(tensor: Tensor) -> Tensor:

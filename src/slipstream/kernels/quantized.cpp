@@ -4,19 +4,14 @@
 // is exact, in any order and on any processor; the sums of the groups are scaled and added one after another in float32.
 // So a row has the same bits however many rows stand beside it, and whether tiles (AMX) multiply them or vectors.
 //
-// Codes have no sign: a weight is scale * (code - zero), where zero is the middle of the range unless `zeros` are given.
-// Zeros of bytes are codes; zeros of bfloat16 are offsets, and a weight is scale * code + offset.
-// Codes lie in panels, as in cpu.cpp: (panels, inputs / STEP, PANEL, QUAD) bytes. A byte is one code of 8 bits (STEP 4),
-// or two of 4 bits (STEP 8), of which the lower one belongs to an input in the first half of the step. Scales and zeros
-// are (panels, groups, PANEL).
+// How weights lie in memory, and what they stand for, is in weights.h. `dequantized_linear` leaves the inputs as they are.
 
 #include "lanes.h"
 #include "parallel.h"
+#include "weights.h"
 
 namespace {
 
-constexpr int QUAD = 4;            // inputs that one instruction multiplies
-constexpr int MOST_GROUP = 256;    // inputs that share a scale
 constexpr double ROUND = 6755399441055744;  // 1.5 * 2^52: what is added to it and taken off again is a whole number
 constexpr float LEAST = 1e-30f;    // inputs below it are nothing
 
@@ -25,11 +20,6 @@ constexpr int MOST_ROWS = 6;  // with PARTS sums of a group and PARTS of all gro
 #else
 constexpr int MOST_ROWS = 1;
 #endif
-
-// Which code stands for the weight 0, or which weight the code 0 stands for.
-enum class Zero { MIDDLE, CODE, OFFSET };
-
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 constexpr int64_t SIDE = 16;  // rows and features of a tile
 
@@ -87,9 +77,7 @@ Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, i
 // A layer of a product.
 template <class Type>
 struct Layer {
-  const uint8_t* codes;
-  const void* zeros;  // bytes or bfloat16, or null
-  const uint16_t* scales;
+  Weights weights;
   const typename Type::Item* bias;  // (features) or null
   int64_t features;
   typename Type::Item* outputs;  // of the first row; of the next ones `apart` items behind
@@ -132,23 +120,13 @@ void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
 #endif
 }
 
-// The codes of the weight 0 of LANES features; 0 where codes have offsets.
-template <int BITS, Zero ZERO>
-Whole zeros_at(const void* zeros, int64_t place) {
-  if constexpr (ZERO != Zero::CODE) return Whole{} + (ZERO == Zero::MIDDLE ? 1 << (BITS - 1) : 0);
-  Bytes own;
-  std::memcpy(&own, static_cast<const uint8_t*>(zeros) + place, sizeof(own));
-  return __builtin_convertvector(own, Whole);
-}
-
 // Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group.
 template <Zero ZERO>
-void add_group(Lanes& sum, const Whole& products, const Lanes& scale, const void* zeros, int64_t place,
-               const Inputs& inputs, int64_t own) {
+void add_group(Lanes& sum, const Whole& products, const Lanes& scale, const Lanes& offset, const Inputs& inputs,
+               int64_t own) {
   sum = fused(__builtin_convertvector(products, Lanes), scale * inputs.scales[own], sum);
   if constexpr (ZERO == Zero::OFFSET)
-    sum = fused(BFloat16::load(static_cast<const uint16_t*>(zeros) + place),
-                inputs.scales[own] * static_cast<float>(inputs.sums[own]), sum);
+    sum = fused(offset, inputs.scales[own] * static_cast<float>(inputs.sums[own]), sum);
 }
 
 inline Whole total(const Whole (&chains)[1]) { return chains[0]; }
@@ -160,14 +138,14 @@ void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
   const int64_t steps = inputs.group / STEP, apart = inputs.apart;
-  const uint8_t* codes = layer.codes + panel * inputs.groups * steps * WIDTH;
+  const uint8_t* codes = layer.weights.codes + panel * inputs.groups * steps * WIDTH;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
-    const int64_t place = (panel * inputs.groups + group) * PANEL;
+    const Numbers numbers(layer.weights, panel, group);
     Whole found[ROWS][PARTS][CHAINS];
     for (int part = 0; part < PARTS; ++part) {
-      const Whole zero = zeros_at<BITS, ZERO>(layer.zeros, place + part * LANES);
+      const Whole zero = numbers.zeros<BITS, ZERO>(part);
       for (int r = 0; r < ROWS; ++r) {
         for (Whole& chain : found[r][part]) chain = Whole{};
         found[r][part][0] = -zero * inputs.sums[(row + r) * inputs.groups + group];
@@ -190,10 +168,9 @@ void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t
       }
     }
     for (int part = 0; part < PARTS; ++part) {
-      const Lanes scale = BFloat16::load(layer.scales + place + part * LANES);
+      const Lanes scale = numbers.scales(part), offset = numbers.offsets<ZERO>(part);
       for (int r = 0; r < ROWS; ++r)
-        add_group<ZERO>(sums[r][part], total(found[r][part]), scale, layer.zeros, place + part * LANES, inputs,
-                        (row + r) * inputs.groups + group);
+        add_group<ZERO>(sums[r][part], total(found[r][part]), scale, offset, inputs, (row + r) * inputs.groups + group);
     }
   }
   for (int r = 0; r < ROWS; ++r) write(layer, panel, row + r, reinterpret_cast<const float*>(sums[r]));
@@ -246,17 +223,17 @@ class Tiles {
     Lanes sums[SIDE] = {};
     alignas(LINE) Whole products[SIDE];
     const int64_t bytes = inputs_.group / STEP * WIDTH;
-    const uint8_t* codes = layer.codes + panel * inputs_.groups * bytes + part * LINE;
+    const uint8_t* codes = layer.weights.codes + panel * inputs_.groups * bytes + part * LINE;
     const int8_t* given = inputs_.codes.data() + row * inputs_.apart;
     for (int64_t group = 0; group < inputs_.groups; ++group, codes += bytes, given += inputs_.group) {
       if (part == 0) prefetch(codes, bytes);
       multiply(codes, given, products);
-      const int64_t place = (panel * inputs_.groups + group) * PANEL + part * LANES;
-      const Lanes scale = BFloat16::load(layer.scales + place);
-      const Whole zero = zeros_at<BITS, ZERO>(layer.zeros, place);
+      const Numbers numbers(layer.weights, panel, group);
+      const Lanes scale = numbers.scales(part), offset = numbers.offsets<ZERO>(part);
+      const Whole zero = numbers.zeros<BITS, ZERO>(part);
       for (int r = 0; r < SIDE; ++r) {
         const int64_t own = (row + r) * inputs_.groups + group;
-        add_group<ZERO>(sums[r], products[r] - zero * inputs_.sums[own], scale, layer.zeros, place, inputs_, own);
+        add_group<ZERO>(sums[r], products[r] - zero * inputs_.sums[own], scale, offset, inputs_, own);
       }
     }
     for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
@@ -328,120 +305,197 @@ void multiply(const std::vector<Layer<Type>>& layers, const Inputs& inputs) {
   });
 }
 
-// A layer's tensors as the caller has them.
-struct Given {
-  Tensor codes, scales;
-  std::optional<Tensor> zeros, bias;
-  int64_t features;
-
-  int64_t groups() const { return scales.size(1); }
-  int64_t group(int64_t bits) const { return codes.size(1) * QUAD * 8 / bits / groups(); }
-  Zero zero() const {
-    return !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
-  }
+// Inputs as they are (rows, width), in float32, with weights that become float32 group by group.
+struct Plain {
+  int64_t rows, groups, group, apart;
+  std::vector<float> values;  // zero behind the width
 };
 
 template <class Type>
-void run(const Tensor& given, const std::vector<Given>& layers, int64_t bits, const Tensor& outputs) {
+Plain plain(const typename Type::Item* given, int64_t rows, int64_t width, int64_t groups, int64_t group) {
+  Plain inputs{rows, groups, group, groups * group, std::vector<float>(rows * groups * group)};
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < width; ++i) inputs.values[row * inputs.apart + i] = Type::widen(given[row * width + i]);
+  return inputs;
+}
+
+// A panel's features of ROWS rows, beginning with `row`: products are added one after another, in the order of inputs.
+template <class Type, int BITS, Zero ZERO, int ROWS>
+void plain_tile(const Layer<Type>& layer, const Plain& inputs, int64_t panel, int64_t row) {
+  constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
+  const int64_t steps = inputs.group / STEP;
+  const uint8_t* codes = layer.weights.codes + panel * inputs.groups * steps * WIDTH;
+  const float* given = inputs.values.data() + row * inputs.apart;
+  Lanes sums[ROWS][PARTS] = {};
+  for (int64_t group = 0; group < inputs.groups; ++group) {
+    const Numbers numbers(layer.weights, panel, group);
+    for (int64_t step = 0; step < steps; ++step, codes += WIDTH, given += STEP) {
+      prefetch(codes, WIDTH);
+      for (int part = 0; part < PARTS; ++part) {
+        const Lanes scale = numbers.scales(part), offset = numbers.offsets<ZERO>(part);
+        const Whole zero = numbers.zeros<BITS, ZERO>(part);
+        Words some;
+        std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
+        for (int64_t i = 0; i < STEP; ++i) {
+          const Whole code = (Whole)((some >> (8 * (i % QUAD) + 4 * (i / QUAD))) & ((1u << BITS) - 1)) - zero;
+          Lanes weight = __builtin_convertvector(code, Lanes) * scale;
+          if constexpr (ZERO == Zero::OFFSET) weight += offset;
+          for (int r = 0; r < ROWS; ++r) sums[r][part] = fused(weight, given[r * inputs.apart + i], sums[r][part]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) write(layer, panel, row + r, reinterpret_cast<const float*>(sums[r]));
+}
+
+template <class Type, int BITS, Zero ZERO>
+void multiply(const std::vector<Layer<Type>>& layers, const Plain& inputs) {
+  const Layer<Type>& layer = layers[0];
+  slipstream::parallel_for(0, panels_of(layer.features), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t row = 0; row < inputs.rows; row += MOST_ROWS)
+        as_constant<MOST_ROWS>(std::min<int64_t>(MOST_ROWS, inputs.rows - row), [&](auto rows) {
+          plain_tile<Type, BITS, ZERO, decltype(rows)::value>(layer, inputs, panel, row);
+        });
+  });
+}
+
+// A layer's tensors as the caller has them.
+struct Given {
+  Packed packed;
+  std::optional<Tensor> bias;
+  int64_t features;
+};
+
+template <class Type>
+void run(const Tensor& given, const std::vector<Given>& layers, int64_t bits, bool whole, const Tensor& outputs) {
   using Item = typename Type::Item;
-  const int64_t width = given.size(given.dim() - 1);
-  const Inputs inputs = quantize<Type>(static_cast<const Item*>(given.data_ptr()), given.numel() / std::max<int64_t>(1, width),
-                                       width, layers[0].groups(), layers[0].group(bits));
+  const int64_t width = given.size(given.dim() - 1), rows = given.numel() / std::max<int64_t>(1, width);
+  const int64_t groups = layers[0].packed.groups(), group = layers[0].packed.group(bits);
+  const Item* data = static_cast<const Item*>(given.data_ptr());
   std::vector<Layer<Type>> found;
   Item* place = static_cast<Item*>(outputs.data_ptr());
   for (const Given& layer : layers) {
-    found.push_back({static_cast<const uint8_t*>(layer.codes.data_ptr()), layer.zeros ? layer.zeros->data_ptr() : nullptr,
-                     static_cast<const uint16_t*>(layer.scales.data_ptr()),
-                     layer.bias ? static_cast<const Item*>(layer.bias->data_ptr()) : nullptr, layer.features, place,
-                     outputs.size(outputs.dim() - 1)});
+    found.push_back({layer.packed.weights(), layer.bias ? static_cast<const Item*>(layer.bias->data_ptr()) : nullptr,
+                     layer.features, place, outputs.size(outputs.dim() - 1)});
     place += layer.features;
   }
-  const auto with = [&](auto constant) {
-    bits == 8 ? multiply<Type, 8, decltype(constant)::value>(found, inputs)
-              : multiply<Type, 4, decltype(constant)::value>(found, inputs);
-  };
-  switch (layers[0].zero()) {
-    case Zero::MIDDLE: return with(std::integral_constant<Zero, Zero::MIDDLE>{});
-    case Zero::CODE: return with(std::integral_constant<Zero, Zero::CODE>{});
-    case Zero::OFFSET: return with(std::integral_constant<Zero, Zero::OFFSET>{});
-  }
+  with_form(bits, layers[0].packed.zero(), [&](auto width_of_codes, auto zero) {
+    constexpr int BITS = decltype(width_of_codes)::value;
+    constexpr Zero ZERO = decltype(zero)::value;
+    if (whole)
+      multiply<Type, BITS, ZERO>(found, quantize<Type>(data, rows, width, groups, group));
+    else
+      multiply<Type, BITS, ZERO>(found, plain<Type>(data, rows, width, groups, group));
+  });
 }
 
 void check(const Tensor& inputs, const Given& layer, int64_t bits) {
-  const auto& [codes, scales, zeros, bias, features] = layer;
-  STD_TORCH_CHECK(bits == 4 || bits == 8, "slipstream::quantized_linear: codes of ", bits, " bits");
-  STD_TORCH_CHECK(codes.dim() == 4 && codes.size(0) == panels_of(features) && codes.size(2) == PANEL &&
-                      codes.size(3) == QUAD && codes.scalar_type() == ScalarType::Byte,
-                  "slipstream::quantized_linear: the codes are not packed for ", features, " features");
-  STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == codes.size(0) && scales.size(1) > 0 && scales.size(2) == PANEL &&
-                      scales.scalar_type() == ScalarType::BFloat16,
-                  "slipstream::quantized_linear: the scales do not fit the codes");
-  STD_TORCH_CHECK(!zeros || (zeros->numel() == scales.numel() && (zeros->scalar_type() == ScalarType::Byte ||
-                                                                  zeros->scalar_type() == ScalarType::BFloat16)),
-                  "slipstream::quantized_linear: the zeros do not fit the scales");
+  const auto& [packed, bias, features] = layer;
+  packed.check(features, bits);
   STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->scalar_type() == inputs.scalar_type()),
                   "slipstream::quantized_linear: the bias does not fit");
-  const int64_t step = QUAD * 8 / bits, whole = codes.size(1) * step, group = whole / scales.size(1);
-  const int64_t width = inputs.size(inputs.dim() - 1);
-  STD_TORCH_CHECK(group * scales.size(1) == whole && group % step == 0 && group <= MOST_GROUP && whole - group < width &&
-                      width <= whole,
-                  "slipstream::quantized_linear: inputs of ", width, " for groups of ", group);
-  for (const Tensor& tensor : {inputs, codes, scales, zeros ? *zeros : inputs, bias ? *bias : inputs})
+  const int64_t group = packed.group(bits), whole = group * packed.groups(), width = inputs.size(inputs.dim() - 1);
+  STD_TORCH_CHECK(whole - group < width && width <= whole, "slipstream::quantized_linear: inputs of ", width,
+                  " for groups of ", group);
+  for (const Tensor& tensor : {inputs, bias ? *bias : inputs})
     STD_TORCH_CHECK(tensor.is_contiguous(), "slipstream::quantized_linear: tensors must be contiguous");
 }
 
-// (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's.
-Tensor product(const Tensor& inputs, const std::vector<Given>& layers, int64_t bits) {
+// (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's. `whole`: the inputs
+// become whole numbers.
+Tensor product(const Tensor& inputs, const std::vector<Given>& layers, int64_t bits, bool whole) {
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
   shape.back() = 0;
   for (const Given& layer : layers) {
     check(inputs, layer, bits);
-    STD_TORCH_CHECK(layer.groups() == layers[0].groups() && layer.group(bits) == layers[0].group(bits) &&
-                        layer.zero() == layers[0].zero(),
+    const Packed &packed = layer.packed, &first = layers[0].packed;
+    STD_TORCH_CHECK(packed.groups() == first.groups() && packed.group(bits) == first.group(bits) &&
+                        packed.zero() == first.zero(),
                     "slipstream::quantized_linears: layers with different groups or zeros");
     shape.back() += layer.features;
   }
   Tensor outputs = torch::stable::new_empty(inputs, shape);
   if (inputs.scalar_type() == ScalarType::BFloat16)
-    run<BFloat16>(inputs, layers, bits, outputs);
+    run<BFloat16>(inputs, layers, bits, whole, outputs);
   else if (inputs.scalar_type() == ScalarType::Float)
-    run<Float32>(inputs, layers, bits, outputs);
+    run<Float32>(inputs, layers, bits, whole, outputs);
   else
     STD_TORCH_CHECK(false, "slipstream::quantized_linear: float32 or bfloat16");
   return outputs;
 }
 
 Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
-                        std::optional<Tensor> bias, int64_t features, int64_t bits) {
-  return product(inputs, {{codes, scales, zeros, bias, features}}, bits);
+                        std::optional<Tensor> steps, std::optional<Tensor> bias, int64_t features, int64_t bits) {
+  return product(inputs, {{{codes, scales, zeros, steps}, bias, features}}, bits, true);
+}
+
+// The same with inputs that stay as they are.
+Tensor dequantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
+                          std::optional<Tensor> steps, std::optional<Tensor> bias, int64_t features, int64_t bits) {
+  return product(inputs, {{{codes, scales, zeros, steps}, bias, features}}, bits, false);
 }
 
 // Two or three layers with the same bits, groups and kind of zeros. (Not a list of them, for which torch's generated code
 // goes a slower way.)
 Tensor quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, std::optional<Tensor> first_zeros,
-                         std::optional<Tensor> first_bias, int64_t first_features, Tensor second, Tensor second_scales,
-                         std::optional<Tensor> second_zeros, std::optional<Tensor> second_bias, int64_t second_features,
-                         std::optional<Tensor> third, std::optional<Tensor> third_scales,
-                         std::optional<Tensor> third_zeros, std::optional<Tensor> third_bias, int64_t third_features,
-                         int64_t bits) {
-  std::vector<Given> layers = {{first, first_scales, first_zeros, first_bias, first_features},
-                               {second, second_scales, second_zeros, second_bias, second_features}};
-  if (third && third_scales) layers.push_back({*third, *third_scales, third_zeros, third_bias, third_features});
-  return product(inputs, layers, bits);
+                         std::optional<Tensor> first_steps, std::optional<Tensor> first_bias, int64_t first_features,
+                         Tensor second, Tensor second_scales, std::optional<Tensor> second_zeros,
+                         std::optional<Tensor> second_steps, std::optional<Tensor> second_bias,
+                         int64_t second_features, std::optional<Tensor> third, std::optional<Tensor> third_scales,
+                         std::optional<Tensor> third_zeros, std::optional<Tensor> third_steps,
+                         std::optional<Tensor> third_bias, int64_t third_features, int64_t bits) {
+  std::vector<Given> layers = {{{first, first_scales, first_zeros, first_steps}, first_bias, first_features},
+                               {{second, second_scales, second_zeros, second_steps}, second_bias, second_features}};
+  if (third && third_scales)
+    layers.push_back({{*third, *third_scales, third_zeros, third_steps}, third_bias, third_features});
+  return product(inputs, layers, bits, true);
+}
+
+// Rows of weights in float32: (n) numbers of features -> (n, width), as they are read from an embedding.
+Tensor quantized_rows(Tensor features, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
+                      std::optional<Tensor> steps, int64_t bits, int64_t width) {
+  const Packed packed{codes, scales, zeros, steps};
+  const int64_t count = features.numel(), most = codes.size(0) * PANEL, group = packed.group(bits);
+  packed.check(most, bits);
+  STD_TORCH_CHECK(features.scalar_type() == ScalarType::Long && features.is_contiguous() &&
+                      width <= group * packed.groups(),
+                  "slipstream::quantized_rows: numbers of features are int64, and rows have ", width, " inputs");
+  Tensor outputs = torch::stable::new_empty(scales, {count, width}, ScalarType::Float);
+  const int64_t* wanted = static_cast<const int64_t*>(features.data_ptr());
+  float* to = static_cast<float*>(outputs.data_ptr());
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(wanted[i] >= 0 && wanted[i] < most, "slipstream::quantized_rows: there is no feature ", wanted[i]);
+  const Weights weights = packed.weights();
+  with_form(bits, packed.zero(), [&](auto width_of_codes, auto zero) {
+    constexpr int BITS = decltype(width_of_codes)::value;
+    constexpr Zero ZERO = decltype(zero)::value;
+    slipstream::parallel_for(0, count, std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width)),
+                             [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) write_row<BITS, ZERO>(weights, group, wanted[i], width, to + i * width);
+    });
+  });
+  return outputs;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
-  m.def("quantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, int features, int bits) "
+  m.def("quantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, Tensor? bias, "
+        "int features, int bits) -> Tensor");
+  m.def("dequantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, Tensor? bias, "
+        "int features, int bits) -> Tensor");
+  m.def("quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, Tensor? first_zeros, Tensor? first_steps, "
+        "Tensor? first_bias, int first_features, Tensor second, Tensor second_scales, Tensor? second_zeros, "
+        "Tensor? second_steps, Tensor? second_bias, int second_features, Tensor? third, Tensor? third_scales, "
+        "Tensor? third_zeros, Tensor? third_steps, Tensor? third_bias, int third_features, int bits) -> Tensor");
+  m.def("quantized_rows(Tensor features, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, int bits, int width) "
         "-> Tensor");
-  m.def("quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, Tensor? first_zeros, Tensor? first_bias, "
-        "int first_features, Tensor second, Tensor second_scales, Tensor? second_zeros, Tensor? second_bias, "
-        "int second_features, Tensor? third, Tensor? third_scales, Tensor? third_zeros, Tensor? third_bias, "
-        "int third_features, int bits) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+  m.impl("dequantized_linear", TORCH_BOX(&dequantized_linear));
   m.impl("quantized_linears", TORCH_BOX(&quantized_linears));
+  m.impl("quantized_rows", TORCH_BOX(&quantized_rows));
 }

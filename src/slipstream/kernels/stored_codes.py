@@ -1,6 +1,6 @@
 """Converting quantized weights of checkpoints (GPTQ, AWQ, compressed-tensors) to our codes, without rounding again.
 
-Only scales are rounded, to bfloat16, which the kernel reads.
+Only scales in float32 are rounded, to bfloat16: the kernel reads that and float16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.kernels.quantization import GROUP, GROUPS, Codes, Precision
+from slipstream.kernels.quantization import GROUP, GROUPS, Codes, Precision, QuantizedPanels
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The places of the features 0 to 7 in a word of AWQ, which stores 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first."""
@@ -27,8 +27,9 @@ class UnreadFormat(ValueError):
 class StoredLinear:
     """A linear layer of a checkpoint, with codes for its inputs in the given `order`; None keeps their order."""
 
-    codes: Codes
-    in_features: int
+    precision: Precision
+    panels: QuantizedPanels
+    shape: tuple[int, int]  # features and inputs
     order: Tensor | None = None
 
 
@@ -154,11 +155,14 @@ def _stored(
     codes = codes if order is None else codes[:, order]
     width = _width(size, shape[1])
     repeats, most = -(-size // width), -(-inputs // width)
-    scales = scales.repeat_interleave(repeats, 1)[:, :most].bfloat16()
+    scales = scales.repeat_interleave(repeats, 1)[:, :most]
+    scales = scales if scales.dtype == torch.float16 else scales.bfloat16()
     if zeros is not None:
         zeros = zeros.repeat_interleave(repeats, 1)[:, :most] if bool((zeros != middle).any()) else None
     filled = pad(codes, (0, -inputs % width), value=middle)
-    return StoredLinear(Codes(Precision(bits, width), filled, scales, zeros), inputs, order)
+    precision = Precision(bits, width)
+    panels = Codes(precision, filled, scales, zeros).into_panels()
+    return StoredLinear(precision, panels, (len(codes), inputs), order)
 
 
 def _order(groups: Tensor, size: int) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,25 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import slipstream
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import QuantizedLinear
-from slipstream.models.loading.load import load_model
+from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear
+from slipstream.models.loading.load import find_tokenizer, load_model
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 
-SCALES = 2**-8  # what rounding a scale to bfloat16 changes a weight by, at most
 HEADS = {"q_proj": 4, "k_proj": 2}
+TEXT = torch.tensor([[5, 17, 42, 8, 90, 3]])
 
 
 def plain(tied: bool = False, width: int = 64) -> LlamaForCausalLM:
@@ -40,11 +46,15 @@ def interleaved(name: str, weight: Tensor) -> Tensor:
     return weight if not count else weight.view(count, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)} | {
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
-"""The bytes of a block at which its scales begin, for formats that llama.cpp's package reads and cannot write."""
+def interleaved_back(name: str, weight: Tensor) -> Tensor:
+    """The inverse of `interleaved`."""
+    count = HEADS.get(name.split(".")[-2])
+    return weight if not count else weight.view(count, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+PLACES_OF_SCALES |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ2_XS": (0,)}
+"""The bytes of a block at which its scales begin, for formats whose blocks are made of random bytes."""
 
 
 def blocks_of(weight: NDArray[np.float32], kind: Any) -> NDArray[np.uint8]:
@@ -57,13 +67,17 @@ def blocks_of(weight: NDArray[np.float32], kind: Any) -> NDArray[np.uint8]:
     for place in PLACES_OF_SCALES[kind.name]:
         scales = random.uniform(1e-4, 1e-3, (*blocks.shape[:2], 1)).astype(np.float16)
         blocks[..., place : place + 2] = scales.view(np.uint8)
+    if kind.name == "MXFP4":  # powers of two, the two least of which are written otherwise in bfloat16
+        blocks[..., 0] = random.integers(100, 125, blocks.shape[:2])
+        blocks[0, :, 0] = [0, 1] * (blocks.shape[1] // 2)
     return blocks.reshape(len(weight), -1)
 
 
-def written(model: Any, file: Path, format: str) -> dict[str, Tensor]:
-    """Write a file -> what the matrices in it stand for, by the names of transformers."""
-    config, kind, llama = model.config, gguf.GGMLQuantizationType[format], model.config.model_type == "llama"
-    writer = gguf.GGUFWriter(file, config.model_type)
+def written(model: Any, file: Path, format: str, more: Any = lambda writer: None, **split: Any) -> dict[str, Tensor]:
+    """Write a file, with `more` metadata -> what the matrices in it stand for, by the names of transformers."""
+    config, kind = model.config, gguf.GGMLQuantizationType[format]
+    name = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(file, name, **split)
     writer.add_context_length(64)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -73,20 +87,21 @@ def written(model: Any, file: Path, format: str) -> dict[str, Tensor]:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
-    architecture = gguf.MODEL_ARCH[config.model_type.upper()]
-    names, found = gguf.get_tensor_name_map(architecture, config.num_hidden_layers), dict[str, Tensor]()
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+    more(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
+    found = dict[str, Tensor]()
+    for full, weight in model.state_dict().items():
+        if full == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stem, _, part = name.rpartition(".")
-        there = f"{names.get_name(stem)}.{part}"
-        numbers = (interleaved(name, weight) if llama else weight).contiguous().numpy()
+        stem, _, part = full.rpartition(".")
+        numbers = (interleaved(full, weight) if name == "llama" else weight).contiguous().numpy()
         if weight.dim() < 2:
-            writer.add_tensor(there, numbers)
+            shift = 1 if name == "gemma3" and "norm" in full else 0
+            writer.add_tensor(f"{names.get_name(stem)}.{part}", numbers + np.float32(shift))
             continue
         blocks = blocks_of(numbers, kind)
-        writer.add_tensor(there, blocks, raw_dtype=kind)
-        found[name] = torch.from_numpy(gguf.dequantize(blocks, kind))
+        writer.add_tensor(f"{names.get_name(stem)}.{part}", blocks, raw_dtype=kind)
+        found[full] = torch.from_numpy(gguf.dequantize(blocks, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,32 +109,86 @@ def written(model: Any, file: Path, format: str) -> dict[str, Tensor]:
     return found
 
 
+def restored(model: Any, stands_for: dict[str, Tensor], llama: bool = True) -> Any:
+    """The model with the weights that a file stands for."""
+    weights = {name: interleaved_back(name, each) if llama else each for name, each in stands_for.items()}
+    model.load_state_dict(weights, strict=False)
+    return model.eval()
+
+
 def layers(model: Any) -> dict[str, QuantizedLinear]:
     """The quantized layers by the names of their weights."""
     return {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
 
 
-@pytest.mark.parametrize(
-    ("format", "precision"),
-    [
-        *(("Q8_0", "int8?group=32"), ("Q5_0", "int8?group=32"), ("Q5_1", "int8?group=32"), ("Q4_0", "int4")),
-        *(("Q4_1", "int4"), ("Q2_K", "int4?group=16"), ("Q3_K", "int4?group=16"), ("Q4_K", "int4")),
-        *(("Q5_K", "int8?group=32"), ("Q6_K", "int8?group=16"), ("IQ4_XS", "int8?group=32")),
-        ("IQ4_NL", "int8?group=32"),
-    ],
-)
-def test_layers_are_what_their_blocks_stand_for(format: str, precision: str, tmp_path: Path) -> None:
-    """Offsets are rounded to bfloat16 as scales are, so a weight that an offset brings near zero has their error."""
+def logits(model: Any) -> Tensor:
+    """The logits of a text."""
+    with torch.inference_mode():
+        return model(TEXT).logits
+
+
+CODES = dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"), "int8?group=32")
+CODES |= dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "int4") | dict.fromkeys(("Q2_K", "Q3_K"), "int4?group=16")
+CODES |= {"Q6_K": "int8?group=16"} | dict.fromkeys(("TQ1_0", "TQ2_0"), "int4?group=256")
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_weights_are_exactly_what_the_files_say(format: str, tmp_path: Path) -> None:
+    """Of layers and embeddings in codes, and of those that are read as numbers."""
     stands_for = written(plain(width=256), tmp_path / "tiny.gguf", format)
-    loaded = load_model(tmp_path / "tiny.gguf")
-    found = layers(loaded)
+    loaded, numbers = load_model(tmp_path / "tiny.gguf"), load_model(tmp_path / "tiny.gguf", dequantize=True)
+    found, embeddings = layers(loaded), loaded.get_input_embeddings()
     assert found.keys() == stands_for.keys() - {"model.embed_tokens.weight"} and len(found) == 15
     for name, layer in found.items():
-        assert str(layer.precision) == precision
-        atol = 2 * SCALES * float(stands_for[name].abs().max()) if layer.zeros is not None else 1e-9
-        torch.testing.assert_close(interleaved(name, layer.plain_weight()), stands_for[name], rtol=SCALES, atol=atol)
-    embeddings = loaded.get_input_embeddings().weight
-    torch.testing.assert_close(embeddings, stands_for["model.embed_tokens.weight"], rtol=0, atol=0)
+        assert str(layer.precision) == CODES[format]
+        assert torch.equal(interleaved(name, layer.plain_weight()), stands_for[name])
+    assert isinstance(embeddings, QuantizedEmbedding) and not layers(numbers)
+    assert torch.equal(embeddings.weight, stands_for["model.embed_tokens.weight"])
+    assert torch.equal(embeddings(TEXT), stands_for["model.embed_tokens.weight"][TEXT])
+    for name, weight in stands_for.items():
+        assert torch.equal(interleaved(name, numbers.get_parameter(name)), weight)
+
+
+def test_control_a_weight_in_bfloat16_scales_is_not_what_the_file_says(tmp_path: Path) -> None:
+    stands_for = written(plain(), tmp_path / "tiny.gguf", "Q4_1")
+    name = "model.layers.0.mlp.up_proj.weight"
+    layer = layers(load_model(tmp_path / "tiny.gguf"))[name]
+    layer.scales.copy_(layer.scales.bfloat16())
+    assert not torch.equal(layer.plain_weight(), stands_for[name])
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("F16", torch.float32), ("BF16", torch.bfloat16), ("F32", torch.float32)]
+)
+def test_numbers_stay_what_they_are(format: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stands_for = written(plain(), tmp_path / "tiny.gguf", format)
+    loaded = load_model(tmp_path / "tiny.gguf")
+    assert not layers(loaded) and loaded.dtype == dtype
+    for name, weight in stands_for.items():
+        assert torch.equal(interleaved(name, loaded.get_parameter(name)).float(), weight)
+
+
+def test_a_format_without_a_kernel_is_dequantized_and_named(tmp_path: Path) -> None:
+    stands_for = written(plain(width=256), tmp_path / "tiny.gguf", "IQ2_XS")
+    engine = slipstream.load(tmp_path / "tiny.gguf")
+    assert any("IQ2_XS" in note and "dequantized" in note for note in engine.notes)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(load_model(tmp_path / "tiny.gguf").get_parameter(name), stands_for[name])
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_K", "Q6_K"])
+def test_logits_are_those_of_the_weights_with_inputs_as_they_are(format: str, tmp_path: Path) -> None:
+    """Rounded to 8 bits, inputs give others; with the offsets left out, they are far away."""
+    want = logits(restored(plain(width=256), written(plain(width=256), tmp_path / "tiny.gguf", format)))
+    exact, near = (load_model(tmp_path / "tiny.gguf", activations=each) for each in ("float", "int8"))
+    gap = float((logits(exact) - want).abs().max() / want.std())
+    rounded = float((logits(near) - want).abs().max() / want.std())
+    assert gap < 1e-4 < 1e-3 < rounded < 0.2
+    if format == "Q4_K":
+        for layer in layers(exact).values():
+            assert layer.zeros is not None
+            layer.zeros.zero_()
+        assert float((logits(exact) - want).abs().max() / want.std()) > 0.5
 
 
 def test_rows_of_other_families_stay_where_they_are(tmp_path: Path) -> None:
@@ -131,9 +200,7 @@ def test_rows_of_other_families_stay_where_they_are(tmp_path: Path) -> None:
     torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias)
     stands_for = written(model, tmp_path / "tiny.gguf", "Q4_0")
     found = layers(load_model(tmp_path / "tiny.gguf"))
-    assert len(found) == 15
-    for name, layer in found.items():
-        torch.testing.assert_close(layer.plain_weight(), stands_for[name], rtol=SCALES, atol=1e-9)
+    assert len(found) == 15 and all(torch.equal(each.plain_weight(), stands_for[name]) for name, each in found.items())
     layer = found["model.layers.0.self_attn.q_proj.weight"]
     torch.testing.assert_close(layer.bias, model.model.layers[0].self_attn.q_proj.bias)
 
@@ -143,65 +210,192 @@ def test_rows_that_stayed_as_llama_cpp_orders_them_are_seen(tmp_path: Path) -> N
     stands_for = written(plain(), tmp_path / "tiny.gguf", "Q8_0")
     name = "model.layers.0.self_attn.q_proj.weight"
     weight = layers(load_model(tmp_path / "tiny.gguf"))[name].plain_weight()
-    assert float((weight - stands_for[name]).abs().max()) > 100 * SCALES * float(weight.abs().mean())
+    assert float((weight - stands_for[name]).abs().max()) > 0.1 * float(weight.abs().mean())
 
 
-def test_a_tied_head_reads_the_codes_of_the_embeddings(tmp_path: Path) -> None:
-    stands_for = written(plain(tied=True), tmp_path / "tiny.gguf", "Q8_0")
-    head = layers(load_model(tmp_path / "tiny.gguf"))["lm_head.weight"]
-    torch.testing.assert_close(head.plain_weight(), stands_for["model.embed_tokens.weight"], rtol=SCALES, atol=1e-9)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_tied_head_and_the_embeddings_are_the_same_codes(family: str, tmp_path: Path) -> None:
+    """Also where the embeddings have a factor, as Gemma's."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    config = Gemma3TextConfig(**sizes, **heads, initializer_range=0.2)
+    model: Any = plain(tied=True) if family == "llama" else Gemma3ForCausalLM(config)
+    stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0", lambda writer: writer.add_key_length(16))
+    loaded = load_model(tmp_path / "tiny.gguf", activations="float")
+    head, embeddings = layers(loaded)["lm_head.weight"], loaded.get_input_embeddings()
+    assert head.codes.data_ptr() == embeddings.codes.data_ptr()
+    want = logits(restored(model, stands_for, family == "llama"))
+    assert float((logits(loaded) - want).abs().max() / want.std()) < 1e-4
 
 
-def test_its_logits_are_near_those_of_the_weights(tmp_path: Path) -> None:
-    model, text = plain(), torch.tensor([[5, 17, 42, 8, 90, 3]])
-    stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0")
-    restored = {name: interleaved_back(name, weight) for name, weight in stands_for.items()}
-    model.load_state_dict(restored, strict=False)
-    with torch.inference_mode():
-        want, got = model(text).logits, load_model(tmp_path / "tiny.gguf")(text).logits
-    assert float((got - want).abs().max() / want.std()) < 0.1  # the kernel rounds inputs to 8 bits
+def test_rotations_of_llama_3_are_stretched(tmp_path: Path) -> None:
+    """llama.cpp stores the factors only; factors of no known kind are refused."""
+    config = LlamaConfig(**plain().config.to_dict() | {"rope_parameters": STRETCHED})
+    torch.manual_seed(0)
+    model, others = LlamaForCausalLM(config).eval(), plain()
+    factors = others.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
+
+    def more(writer: Any, factors: Tensor = factors) -> None:
+        writer.add_rope_freq_base(10000.0)
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+
+    stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0", more)
+    want = logits(restored(model, stands_for))
+    found = logits(load_model(tmp_path / "tiny.gguf", activations="float"))
+    assert float((found - want).abs().max() / want.std()) < 1e-4
+    assert float((logits(restored(others, stands_for)) - want).abs().max() / want.std()) > 1e-3
+    written(model, tmp_path / "odd.gguf", "Q8_0", lambda writer: more(writer, factors.flip(0)))
+    with pytest.raises(ValueError, match=r"odd\.gguf.*rotations are stretched in a way"):
+        load_model(tmp_path / "odd.gguf")
 
 
-def interleaved_back(name: str, weight: Tensor) -> Tensor:
-    """The inverse of `interleaved`."""
-    count = HEADS.get(name.split(".")[-2])
-    return weight if not count else weight.view(count, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+STRETCHED: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+STRETCHED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def test_plain_and_speculative_texts_of_it_are_equal(tmp_path: Path) -> None:
-    written(plain(), tmp_path / "tiny.gguf", "Q4_0")
-    engine = slipstream.load(tmp_path / "tiny.gguf", plain(), dtype="float32")
-    prompts = [[5, 17, 42], [8, 90, 3, 1]]
-    fast, slow = (engine.generate(prompts, max_new_tokens=12, temperature=0, plain=each) for each in (False, True))
+    written(plain(tied=True), tmp_path / "tiny.gguf", "Q4_1")
+    engine = slipstream.load(tmp_path / "tiny.gguf", "lookup", dtype="float32")
+    prompts = [[5, 17, 42, 5, 17], [8, 90, 3, 1, 8, 90]]
+    fast, slow = (engine.generate(prompts, max_new_tokens=24, temperature=0, plain=each) for each in (False, True))
     assert [each.tokens for each in fast] == [each.tokens for each in slow]
     with pytest.raises(ValueError, match="are quantized already: leave quantize=int8 out"):
         slipstream.load(tmp_path / "tiny.gguf", quantize="int8")
 
 
-@pytest.mark.parametrize("format", ["Q4_K", "Q6_K"])
-def test_logits_of_blocks_of_256_are_near_those_of_their_weights(format: str, tmp_path: Path) -> None:
-    """Through the kernel, whose inputs have 8 bits; with the offsets left out they are far away."""
-    model, text = plain(width=256), torch.tensor([[5, 17, 42, 8, 90, 3]])
-    stands_for = written(model, tmp_path / "tiny.gguf", format)
-    model.load_state_dict({name: interleaved_back(name, each) for name, each in stands_for.items()}, strict=False)
-    loaded: Any = load_model(tmp_path / "tiny.gguf")
-    with torch.inference_mode():
-        want, got = model(text).logits, loaded(text).logits
-        assert float((got - want).abs().max() / want.std()) < 0.1
-        for layer in layers(loaded).values():
-            if layer.zeros is not None:
-                layer.zeros.zero_()
-        without = float((loaded(text).logits - want).abs().max() / want.std())
-    assert (without > 0.5) == (format == "Q4_K")
+# ---- files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_format_that_is_not_known_is_left_to_transformers(tmp_path: Path) -> None:
-    stands_for = written(plain(), tmp_path / "tiny.gguf", "F16")
-    if not find_spec("accelerate"):
-        with pytest.raises(ValueError, match=r"tiny\.gguf.*pip install accelerate"):
-            load_model(tmp_path / "tiny.gguf")
-        return
-    loaded: Any = load_model(tmp_path / "tiny.gguf")
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert not layers(loaded)
-    torch.testing.assert_close(loaded.get_parameter(name), stands_for[name], rtol=0, atol=0)
+def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
+    stands_for = written(plain(), tmp_path / "tiny.gguf", "Q8_0", split_max_tensors=8)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    for named in (parts[0], parts[-1], tmp_path):
+        found = layers(load_model(named))
+        assert torch.equal(found["lm_head.weight"].plain_weight(), stands_for["lm_head.weight"])
+    parts[1].unlink()
+    with pytest.raises(ValueError, match=r"1 of its \d parts are missing \(tiny-00002-of-"):
+        load_model(parts[0])
+
+
+def test_its_name_is_that_of_the_file(tmp_path: Path) -> None:
+    written(plain(), tmp_path / "tiny.gguf", "Q8_0")
+    model = load_model(tmp_path / "tiny.gguf")
+    assert model.config.name_or_path == str(tmp_path / "tiny.gguf")
+    again = load_model(model.config.name_or_path)
+    assert torch.equal(logits(model), logits(again))
+
+
+def test_what_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    written(plain(), tmp_path / "tiny.gguf", "Q8_0")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    (tmp_path / "short.gguf").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "head.gguf").write_bytes(whole[:200])
+    (tmp_path / "other.gguf").write_bytes(b"PK" + whole)
+    (tmp_path / "empty").mkdir()
+    for name, said in (
+        ("short.gguf", "ends too early or is damaged"),
+        ("head.gguf", "ends too early or is damaged"),
+        ("other.gguf", "does not begin as GGUF files do"),
+        ("missing.gguf", "there is no such file, but head.gguf, other.gguf, short.gguf, tiny.gguf in its folder"),
+        ("empty", "no config.json and no .gguf file"),
+        (".", "it has 4 files"),
+    ):
+        with pytest.raises(ValueError, match=f"^cannot load the model .*{said}"):
+            load_model(tmp_path / name)
+
+
+def test_an_unknown_family_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "rwkv.gguf", "rwkv7")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"rwkv\.gguf.*it is of the family 'rwkv7', which transformers does not read"):
+        load_model(tmp_path / "rwkv.gguf")
+
+
+def test_impossible_ways_of_reading_are_refused(tmp_path: Path) -> None:
+    plain().save_pretrained(tmp_path / "plain")
+    for options, said in (
+        ({"activations": "int4"}, "activations='int4' is not possible: use int8 or float"),
+        ({"dequantize": "yes"}, "dequantize"),
+        ({"activations": "float"}, "are for quantized weights"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_model(tmp_path / "plain", **options)
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+def in_hub(folder: Path, *files: Path) -> None:
+    """Put files into a folder as if they had been downloaded from the hub."""
+    home = folder / "models--org--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40)
+    for file in files:
+        place = home / "snapshots" / ("0" * 40) / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(place)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of downloads, without a network."""
+    from huggingface_hub import constants
+    from transformers.utils import hub as ours
+
+    for module, name in ((constants, "HF_HUB_CACHE"), (ours.constants, "HF_HUB_CACHE")):
+        monkeypatch.setattr(module, name, str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("wanted", ["tiny-Q8_0.gguf", "Q8_0", "q8_0"])
+def test_hub_names_take_a_file_or_a_format(wanted: str, hub: Path, tmp_path: Path) -> None:
+    stands_for = written(plain(), tmp_path / "tiny-Q8_0.gguf", "Q8_0")
+    written(plain(), tmp_path / "tiny-Q4_0.gguf", "Q4_0")
+    in_hub(hub, tmp_path / "tiny-Q8_0.gguf", tmp_path / "tiny-Q4_0.gguf")
+    found = layers(load_model(f"org/tiny:{wanted}"))
+    assert torch.equal(found["lm_head.weight"].plain_weight(), stands_for["lm_head.weight"])
+    with pytest.raises(
+        ValueError, match=r"org/tiny has no such file or format; it has tiny-Q4_0\.gguf, tiny-Q8_0\.gguf"
+    ):
+        load_model("org/tiny:Q6_K")
+    with pytest.raises(ValueError, match="no file of org/other was downloaded"):
+        load_model("org/other:Q6_K")
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+
+def with_words(writer: Any) -> None:
+    """The metadata of a byte-level tokenizer of 96 tokens with a chat template."""
+    letters = [chr(each) for each in range(33, 33 + 90)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*letters, "he", "<s>", "</s>", "<|eot_id|>", "<|im_end|>", "<think>"])
+    writer.add_token_types([1] * 91 + [3, 3, 3, 3, 4])
+    writer.add_token_merges(["h e"])
+    writer.add_bos_token_id(91)
+    writer.add_eos_token_id(92)
+    writer.add_eot_token_id(93)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}")
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 20)
+
+
+def test_tokenizer_template_and_settings_come_from_the_file(tmp_path: Path) -> None:
+    written(plain(), tmp_path / "tiny.gguf", "Q8_0", with_words)
+    tokenizer, settings = find_tokenizer(tmp_path / "tiny.gguf"), load_model(tmp_path / "tiny.gguf").generation_config
+    assert tokenizer is not None and (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert tokenizer("he</s><think>!").input_ids == [91, 90, 92, 95, 0]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
+    assert chat == "<s>user:he</s>"
+    assert settings.eos_token_id == [92, 93, 94] and (settings.temperature, settings.top_k) == (0.5, 20)
+    written(plain(), tmp_path / "wordless.gguf", "Q8_0")
+    assert find_tokenizer(tmp_path / "wordless.gguf") is None

@@ -22,6 +22,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from slipstream.models.families import first_sentence
+from slipstream.models.loading.gguf_place import files_in
 
 MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -50,8 +51,9 @@ def refuse_missing(source: str | Path) -> None:
         )
     if not str(source).strip():
         raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
-    path = Path(source)
+    path = Path(source).expanduser()
     local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.exists()
+    local = local or (path.suffix == ".gguf" and ":" not in str(source))
     if local and (fault := _missing(path)):
         raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
 
@@ -64,13 +66,16 @@ def _missing(path: Path) -> str | None:
         if path.suffix != ".gguf":
             return "that is a file: name the folder that it lies in"
         return None if find_spec("gguf") else "a .gguf file needs another package: pip install 'slipstream[gguf]'"
+    if path.suffix == ".gguf" and not path.is_dir():
+        others = ", ".join(each.name for each in files_in(path.parent)) if path.parent.is_dir() else ""
+        return "there is no such file" + (f", but {others} in its folder" if others else "")
     if not path.is_dir():
         return "there is no such folder"
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or files_in(path):
         return None
     if (path / "adapter_config.json").is_file():
         return "the folder holds an adapter and no model: merge it into its model first, and name that folder"
-    return "the folder has no config.json"
+    return "the folder has no config.json and no .gguf file"
 
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:

@@ -1,194 +1,263 @@
 """Loading checkpoints of llama.cpp (.gguf) on a CPU: weights in most of its formats keep their stored codes.
 
 Names and the order of rows are those of llama.cpp, which interleaves the halves of what it rotates; transformers'
-functions undo that. All other weights are dequantized, as transformers does with all of them.
+functions undo that. All other weights are dequantized.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.quantization import Codes, Precision
+from slipstream.kernels.cpu import kernel_missing, quantized_rows
+from slipstream.kernels.packing import Stretch, can_embed
+from slipstream.kernels.panels import PANEL
+from slipstream.kernels.quantization import QUAD, Precision, QuantizedPanels
 from slipstream.kernels.stored_codes import StoredLinear
+from slipstream.models.loading.gguf_config import OTHERS, generation_config_of
+from slipstream.models.loading.gguf_file import GgufFile, Stored
 from slipstream.models.loading.origin import Origin
-from slipstream.models.loading.quantized import PLACED_OTHERWISE, Loaded, assembled, compute_dtype, replace_head
+from slipstream.models.loading.quantized import PLACED_OTHERWISE, Loaded, Reading, assembled, compute_dtype
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of blocks in which `group` inputs share a scale, and perhaps an offset.
+    """A format of blocks of `inputs`, of which every `group` has its own scale, and perhaps an offset.
 
-    Codes of ours of `bits` hold its codes. `ones` are the block's bytes with codes, as (first, end, what they are where
-    every code stands for 1).
+    Codes of ours of `bits` hold its codes. Scales are float16, or bfloat16 where they are powers of two.
     """
 
+    number: int
     bits: int
     group: int
-    ones: tuple[tuple[int, int, int], ...]
+    inputs: int = 32
     offsets: bool = False
+    powers: bool = False
+
+    def panels(self, rows: int, width: int, stretch: Stretch) -> QuantizedPanels:
+        """Return room for a weight (rows, width)."""
+        panels, blocks, groups = -(-rows // PANEL), width // self.inputs, width // self.group
+        codes = stretch.room((panels, width * self.bits // 8 // QUAD, PANEL, QUAD), torch.uint8)
+        kind = torch.bfloat16 if self.powers else torch.float16
+        scales = stretch.room((panels, blocks, PANEL), kind)
+        zeros = stretch.room((panels, blocks, PANEL), kind) if self.offsets else None
+        places = 2 if self.offsets else 1
+        steps = stretch.room((panels, groups, places, PANEL), torch.int8) if groups > blocks else None
+        return QuantizedPanels(codes, scales, zeros, steps)
+
+    def bytes_of(self, rows: int, width: int) -> int:
+        """Return the bytes of the panels of a weight (rows, width)."""
+        places, blocks, groups = 2 if self.offsets else 1, width // self.inputs, width // self.group
+        of_feature = width * self.bits // 8 + places * (2 * blocks + (groups if groups > blocks else 0))
+        return -(-rows // PANEL) * PANEL * of_feature
 
 
 FORMATS = {
-    "Q8_0": BlockFormat(8, 32, ((2, 34, 0x01),)),
-    "Q4_0": BlockFormat(4, 32, ((2, 18, 0x99),)),
-    "Q5_0": BlockFormat(8, 32, ((2, 6, 0xFF), (6, 22, 0x11))),
-    "Q4_1": BlockFormat(4, 32, ((4, 20, 0x11),), offsets=True),
-    "Q5_1": BlockFormat(8, 32, ((4, 8, 0x00), (8, 24, 0x11)), offsets=True),
-    "Q2_K": BlockFormat(4, 16, ((16, 80, 0x55),), offsets=True),
-    "Q3_K": BlockFormat(4, 16, ((0, 32, 0xFF), (32, 96, 0x55))),
-    "Q4_K": BlockFormat(4, 32, ((16, 144, 0x11),), offsets=True),
-    "Q5_K": BlockFormat(8, 32, ((16, 48, 0x00), (48, 176, 0x11)), offsets=True),
-    "Q6_K": BlockFormat(8, 16, ((0, 128, 0x11), (128, 192, 0xAA))),
-    "IQ4_NL": BlockFormat(8, 32, ((2, 18, 0x88),)),
-    "IQ4_XS": BlockFormat(8, 32, ((8, 136, 0x88),)),
+    each.number: each
+    for each in (
+        BlockFormat(2, 4, 32),  # Q4_0
+        BlockFormat(3, 4, 32, offsets=True),  # Q4_1
+        BlockFormat(6, 8, 32),  # Q5_0
+        BlockFormat(7, 8, 32, offsets=True),  # Q5_1
+        BlockFormat(8, 8, 32),  # Q8_0
+        BlockFormat(10, 4, 16, 256, offsets=True),  # Q2_K
+        BlockFormat(11, 4, 16, 256),  # Q3_K
+        BlockFormat(12, 4, 32, 256, offsets=True),  # Q4_K
+        BlockFormat(13, 8, 32, 256, offsets=True),  # Q5_K
+        BlockFormat(14, 8, 16, 256),  # Q6_K
+        BlockFormat(20, 8, 32),  # IQ4_NL
+        BlockFormat(23, 8, 32, 256),  # IQ4_XS
+        BlockFormat(34, 4, 256, 256),  # TQ1_0
+        BlockFormat(35, 4, 256, 256),  # TQ2_0
+        BlockFormat(39, 8, 32, powers=True),  # MXFP4
+    )
 }
-"""The formats that are read from their own codes, by the names of llama.cpp."""
-CHUNK = 1 << 22  # the weights that are read at a time, which bounds the memory
-FILE, EMBEDDINGS = "gguf_file", "token_embd.weight"
+"""The formats that are read from their own codes, by llama.cpp's numbers; blocks.cpp unpacks them."""
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
+Q8_K = 15
+KNOWN_UNUSED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")  # the configuration has what they say
 
 
 @dataclass
 class GgufWeights:
-    """The weights read from a file, by transformers' names: `tensors`, and the layers that are `stored` in codes."""
+    """The weights of a file by transformers' names: `tensors`, and the layers that are `stored` in codes."""
 
+    file: GgufFile
     skeleton: Any  # the model without weights
     processor: Any
     names: dict[str, str]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     stored: dict[str, StoredLinear] = field(default_factory=dict)
-    tied_head: StoredLinear | None = None  # the codes of the embeddings, where the head has the same weight
+    dequantized: set[str] = field(default_factory=set)  # formats of matrices that were dequantized
+    unknown: list[str] = field(default_factory=list)  # tensors that the model has no place for
 
     @staticmethod
-    def of(skeleton: Any, architecture: str) -> GgufWeights:
+    def of(file: GgufFile, skeleton: Any) -> GgufWeights:
         """Return an empty record for a file. Raises NotImplementedError if its architecture's names are not known."""
-        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=skeleton.config.to_dict())
-        return GgufWeights(skeleton, processor, get_gguf_hf_weights_map(skeleton, processor))
+        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=skeleton.config.to_dict())
+        return GgufWeights(file, skeleton, processor, _names(file, skeleton, processor))
 
-    def take(self, tensor: Any) -> None:
-        """Add a tensor of the file, as codes if they fit a linear layer, otherwise dequantized."""
-        layer, order = self.names.get(tensor.name, "").removesuffix(".weight"), None
-        form = FORMATS.get(tensor.tensor_type.name)
-        if form and layer in self._linear_layers():
-            order = self._order_of_rows(tensor)
-        if form and order is not None:
-            self.stored[layer] = _stored(tensor, form, order)
-            return
-        self._take_numbers(tensor)
-        if form and tensor.name == EMBEDDINGS and self.skeleton.config.tie_word_embeddings:
-            self.tied_head = _stored(tensor, form, torch.arange(len(tensor.data)))
+    def read(self, keep_codes: bool) -> None:
+        """Read all tensors: as codes where they fit a linear layer or embeddings, otherwise dequantized."""
+        kept = dict(self._kept()) if keep_codes else {}
+        stretch = Stretch(sum(FORMATS[tensor.format].bytes_of(*tensor.shape) for _, tensor, _ in kept.values()))
+        for layer, tensor, order in kept.values():
+            form = FORMATS[tensor.format]
+            panels = unpacked(tensor, stretch, order)
+            self.stored[layer] = StoredLinear(
+                Precision(form.bits, form.group), panels, (len(tensor.data), tensor.shape[1])
+            )
+        for name, tensor in self.file.tensors.items():
+            if name not in kept:
+                self._take_numbers(tensor)
+        self.file.forget_pages()
 
-    def complete(self) -> bool:
-        """Whether every weight of the model was found."""
+    def missing(self) -> set[str]:
+        """Return the weights of the model that the file does not have."""
         loaded = {*self.tensors, *(f"{name}.weight" for name in self.stored)}
         tied = set(getattr(self.skeleton, "all_tied_weights_keys", None) or ())
-        return not {name for name, _ in self.skeleton.named_parameters()} - loaded - tied
+        return {name for name, _ in self.skeleton.named_parameters()} - loaded - tied
 
-    def _linear_layers(self) -> set[str]:
-        return {name for name, module in self.skeleton.named_modules() if type(module) is nn.Linear}
+    def _kept(self) -> Iterator[tuple[str, tuple[str, Stored, Tensor | None]]]:
+        """Yield the tensors that keep their codes, in the model's order: name, with layer, tensor and order of rows."""
+        files = {ours: theirs for theirs, ours in self.names.items()}
+        for layer, module in self.skeleton.named_modules():
+            tensor = self.file.tensors.get(files.get(f"{layer}.weight", ""))
+            if tensor is None or tensor.format not in FORMATS or len(tensor.shape) != 2:
+                continue
+            if type(module) is nn.Linear or can_embed(module):
+                order = self._order_of_rows(tensor)
+                if order is not None:
+                    straight = torch.equal(order, torch.arange(len(order)))
+                    yield tensor.name, (layer, tensor, None if straight else order)
 
-    def _order_of_rows(self, tensor: Any) -> Tensor | None:
+    def _order_of_rows(self, tensor: Stored) -> Tensor | None:
         """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
-        rows = np.arange(tensor.data.shape[0], dtype=np.float64)[:, None]
+        rows = np.arange(tensor.shape[0], dtype=np.float64)[:, None]
         processed = self.processor.process(weights=rows, name=tensor.name, **self._processor_arguments())
         if processed.name != tensor.name or processed.weights.shape != rows.shape:
             return None
         order = torch.from_numpy(np.ascontiguousarray(processed.weights[:, 0])).long()
         return order if torch.equal(order.sort().values, torch.arange(len(rows))) else None
 
-    def _take_numbers(self, tensor: Any) -> None:
+    def _take_numbers(self, tensor: Stored) -> None:
         """Add a tensor of the file as plain numbers, under the name and in the order of transformers."""
-        from gguf import dequantize
-
-        weights = dequantize(tensor.data, tensor.tensor_type)
-        processed = self.processor.process(weights=weights, name=tensor.name, **self._processor_arguments())
+        weights = dequantized(tensor)
+        processed = self.processor.process(weights=weights.numpy(), name=tensor.name, **self._processor_arguments())
         if processed.name in self.names:
-            self.tensors[self.names[processed.name]] = torch.from_numpy(np.array(processed.weights))
+            self.tensors[self.names[processed.name]] = torch.from_numpy(np.ascontiguousarray(processed.weights))
+        elif processed.name and not processed.name.startswith(KNOWN_UNUSED):
+            self.unknown.append(tensor.name)
+        if len(tensor.shape) > 1 and tensor.format not in FLOATS:
+            self.dequantized.add(format_name(tensor.format))
 
     def _processor_arguments(self) -> dict[str, Any]:
         """Return the arguments of the processors of experts, which put their tensors among the others themselves."""
         return {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": self.tensors}}
 
 
-def _stored(tensor: Any, form: BlockFormat, order: Tensor) -> StoredLinear:
-    """Return a layer from the blocks of its weight, with its rows in the given order."""
-    from gguf import quant_shape_from_byte_shape
+def _names(file: GgufFile, skeleton: Any, processor: Any) -> dict[str, str]:
+    """Return transformers' names of a model's tensors by those of the file, with or without the name of its base."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    rows, inputs = quant_shape_from_byte_shape(tensor.data.shape, tensor.tensor_type)
-    some = max(1, CHUNK // inputs)
-    parts = [_codes(tensor.data[at : at + some], tensor.tensor_type, form) for at in range(0, rows, some)]
-    codes, scales, offsets = (torch.cat(each)[order] for each in zip(*parts, strict=True))
-    return StoredLinear(
-        Codes(Precision(form.bits, form.group), codes, scales, offsets if form.offsets else None), inputs
-    )
-
-
-def _codes(data: NDArray[np.uint8], kind: Any, form: BlockFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (rows, inputs), scales and offsets (rows, groups) of blocks.
-
-    They are found by dequantizing the blocks three times: with all codes 0 if there are offsets, with all codes 1, and
-    as they are. So only the package of llama.cpp has to know how scales and codes are packed.
-    """
-    from gguf import GGML_QUANT_SIZES, dequantize
-
-    def weights(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-        return dequantize(blocks.reshape(len(data), -1), kind).reshape(len(data), -1, form.group)
-
-    blocks = np.array(data).reshape(len(data), -1, GGML_QUANT_SIZES[kind][1])
-    values = weights(blocks)
-    offsets = np.zeros_like(values[..., :1])
-    if form.offsets:
-        for first, end, _ in form.ones:
-            blocks[..., first:end] = 0
-        offsets = weights(blocks)[..., :1]
-    for first, end, one in form.ones:
-        blocks[..., first:end] = one
-    scales = weights(blocks)[..., :1] - offsets
-    steps = np.divide(values - offsets, scales, out=np.zeros_like(values), where=scales != 0)
-    middle = 0 if form.offsets else 1 << (form.bits - 1)
-    codes = torch.from_numpy(np.rint(steps + middle).astype(np.uint8))
-    scale, offset = (torch.from_numpy(each).bfloat16().squeeze(2) for each in (scales, offsets))
-    return codes.flatten(1), scale, offset
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    if file.architecture not in numbers:
+        raise NotImplementedError(file.architecture)
+    known = get_tensor_name_map(numbers[file.architecture], skeleton.config.num_hidden_layers)
+    found: dict[str, str] = {}
+    for cut in (0, 1):
+        some: dict[str, str] = {}
+        for full in skeleton.state_dict():
+            ours = processor.preprocess_name(full)
+            name = ours.split(".", cut)[-1]
+            stem, dot, part = name.rpartition(".")
+            stem, suffix = (stem, dot + part) if part in ("weight", "bias") else (name, "")
+            theirs = known.get_name(stem)
+            if theirs:
+                some[theirs + suffix] = ours
+            else:
+                processor.perform_fallback_tensor_mapping(some, suffix, ours.removesuffix(name), name)
+        found = some | found
+    return found
 
 
+def unpacked(tensor: Stored, stretch: Stretch, order: Tensor | None = None) -> QuantizedPanels:
+    """Return the panels of a tensor in one of `FORMATS`, its rows in an `order`, in a stretch of memory."""
+    rows = tensor.data.shape[0]
+    panels = FORMATS[tensor.format].panels(rows, tensor.shape[-1], stretch)
+    torch.ops.slipstream.unpack_blocks(tensor.data, tensor.format, order, *panels)
+    return panels
+
+
+def dequantized(tensor: Stored) -> Tensor:
+    """Return the numbers that a tensor stands for, in float32. Raises ValueError for formats that nobody reads."""
+    rows, width = tensor.data.shape[0], tensor.shape[-1]
+    if tensor.format in FLOATS:
+        return tensor.data.view(FLOATS[tensor.format]).float().view(tensor.shape).clone()
+    if tensor.format in FORMATS:
+        form = FORMATS[tensor.format]
+        panels = unpacked(tensor, Stretch(form.bytes_of(rows, width)))
+        return quantized_rows(torch.arange(rows), panels, form.bits, width).view(tensor.shape)
+    if tensor.format == Q8_K:  # a scale in float32, 256 codes, and sums of the codes
+        blocks = tensor.data.view(rows, -1, 292)
+        scales = blocks[..., :4].contiguous().view(torch.float32)
+        return (scales * blocks[..., 4:260].view(torch.int8)).view(tensor.shape)
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        numbers = dequantize(tensor.data.numpy(), GGMLQuantizationType(tensor.format))
+    except NotImplementedError as error:
+        raise ValueError(f"{tensor.name} is in the format {format_name(tensor.format)}, which is not read") from error
+    return torch.from_numpy(numbers).float().view(tensor.shape)
+
+
+def format_name(number: int) -> str:
+    """Return llama.cpp's name of a format."""
+    from gguf import GGMLQuantizationType
+
+    return str(GGMLQuantizationType(number).name)
+
+
+@torch.no_grad()
 def load_gguf(
-    kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, options: dict[str, Any]
+    kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, reading: Reading, options: dict[str, Any]
 ) -> Loaded | None:
     """Load a .gguf file -> the model and a loading report, as `kind.from_pretrained` returns them.
 
-    None where transformers has to read it: none of its weights fits, the names of its architecture are not known, or
-    it does not go to a CPU in one piece.
+    None where transformers has to read it: the names of its architecture are not known, or it does not go to a CPU in
+    one piece.
     """
-    file = origin.options.get(FILE)
-    if file is None or place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
+    path = origin.gguf
+    if path is None or place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
-    from gguf import GGUFReader
-
-    reader = GGUFReader(Path(origin.place) / file)
-    if not any(tensor.tensor_type.name in FORMATS for tensor in reader.tensors):
+    file, config = GgufFile.read(path), origin.config()
+    if file.architecture in OTHERS:
         return None
-    config = AutoConfig.from_pretrained(origin.place, **origin.options)
     with torch.device("meta"):
         skeleton = kind.from_config(config)
     try:
-        weights = GgufWeights.of(skeleton, str(reader.fields["general.architecture"].contents()))
+        weights = GgufWeights.of(file, skeleton)
     except NotImplementedError:
         return None
-    for tensor in reader.tensors:
-        weights.take(tensor)
-    if not weights.stored or not weights.complete():
+    weights.read(keep_codes=not reading.dequantize)
+    if weights.missing() or weights.unknown:
         return None
-    wanted = compute_dtype(config, dtype)
-    loaded = assembled(type(skeleton), config, weights.tensors, weights.stored, wanted, options)
-    if weights.tied_head is not None:
-        replace_head(loaded[0], weights.tied_head)
-    return loaded
+    wanted = _dtype(file) if dtype == "auto" else compute_dtype(config, dtype)
+    model, about = assembled(type(skeleton), config, weights.tensors, weights.stored, wanted, reading, options)
+    model.config.name_or_path = str(path)
+    model.generation_config = generation_config_of(file)
+    if weights.dequantized and not reading.dequantize:
+        model.notes = [f"weights in {', '.join(sorted(weights.dequantized))} have no kernel, and were dequantized"]
+    return model, about
+
+
+def _dtype(file: GgufFile) -> torch.dtype:
+    """Return the dtype that holds a file's numbers: bfloat16 if it has no others beside single precision."""
+    formats = {tensor.format for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return torch.bfloat16 if formats == {30} else torch.float32

@@ -13,7 +13,6 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -45,9 +44,13 @@ from slipstream.models.loading.faults import (
     usable_device,
 )
 from slipstream.models.loading.gguf import load_gguf
+from slipstream.models.loading.gguf_config import tokenizer_of
+from slipstream.models.loading.gguf_file import GgufFile
 from slipstream.models.loading.origin import Origin
 from slipstream.models.loading.quantized import (
+    INT8,
     Loaded,
+    Reading,
     leave_to_transformers,
     load_quantized,
     stored_quantization,
@@ -72,9 +75,11 @@ def load_model(
     """Load a model by its hub name, folder or .gguf file; a loaded model is returned as it is.
 
     With `encoder_dtype`, it is a twin whose encoder has that type. `kwargs` go to `from_pretrained` (quantization,
-    `device_map`, ...). Code that comes with a model runs only with `trust_remote_code=True`. `device` defaults to the
-    GPU if there is one. A loaded model stays where it is unless `device` is given. Raises ValueError in one sentence if
-    there is no such model, or if its encoder cannot have a type of its own.
+    `device_map`, ...). Weights that are stored in codes multiply inputs rounded to 8 bits, or inputs as they are with
+    activations="float"; with `dequantize=True` they become plain numbers. Code that comes with a model runs only with
+    `trust_remote_code=True`. `device` defaults to the GPU if there is one. A loaded model stays where it is unless
+    `device` is given. Raises ValueError in one sentence if there is no such model, or if its encoder cannot have a type
+    of its own.
     """
     if encoder_dtype is not None:
         own = _dtype("encoder_dtype", encoder_dtype)
@@ -87,26 +92,34 @@ def load_model(
     use_threads()
     refuse_missing(source)  # a .gguf file is no folder, but holds a model
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
+    reading = Reading(kwargs.pop("activations", INT8), kwargs.pop("dequantize", False))
     wanted, kind = "auto" if dtype == "auto" else _dtype("dtype", dtype), _kind(origin)
     try:
-        model, about = _read(kind, origin, place, wanted, kwargs)
+        model, about = _read(kind, origin, place, wanted, reading, kwargs)
     except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
-        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.place, error)}.") from error
+        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.file, error)}.") from error
     refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     return model if placed else model.to(place)
 
 
-def _read(kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, options: dict[str, Any]) -> Loaded:
-    """Return a model and transformers' loading report; quantized weights keep their codes if their format is read."""
+def _read(
+    kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, reading: Reading, options: dict[str, Any]
+) -> Loaded:
+    """Return a model and transformers' loading report; quantized weights keep their codes if their format is read.
+
+    Raises ValueError, whose message is only the fault, if they are to be read in another way and cannot be.
+    """
     try:
         stored = stored_quantization(origin, place, options)
-        if stored:
-            return load_quantized(kind, origin, stored, dtype, options)
-        if (loaded := load_gguf(kind, origin, place, dtype, options)) is not None:
+        if stored and not reading.dequantize:
+            return load_quantized(kind, origin, stored, dtype, reading, options)
+        if (loaded := load_gguf(kind, origin, place, dtype, reading, options)) is not None:
             return loaded
     except UnreadFormat as unread:
         leave_to_transformers(origin, unread)
+    if reading != Reading() and not origin.gguf:
+        raise ValueError("activations= and dequantize= are for quantized weights that are read from their own codes")
     loaded_plain: Loaded = kind.from_pretrained(
         origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options
     )
@@ -184,9 +197,9 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
 def _kind(origin: Origin) -> Any:
     """Return transformers' auto class for a model. Raises ValueError in one sentence if it cannot generate text."""
     try:
-        config = AutoConfig.from_pretrained(origin.place, **origin.options)
+        config = origin.config()
     except Exception as error:  # of any type, depending on the contents of the file
-        fault = model_fault(origin.place, error)
+        fault = model_fault(origin.file, error)
         raise ValueError(f"cannot load the model {str(origin.source)!r}: {fault}.") from error
     refuse_other_kinds(origin.source, config)
     refuse_unknown_quantization(origin.source, config)
@@ -225,9 +238,11 @@ def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool
         raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
     origin = Origin.of(name, trust_remote_code)
     try:
+        if origin.gguf:
+            return tokenizer_of(GgufFile.read(origin.gguf))
         return AutoTokenizer.from_pretrained(origin.place, **origin.options)
     except Exception as error:  # of any type, depending on the contents of the files
-        reason = tokenizer_fault(origin.place, error)
+        reason = tokenizer_fault(origin.file, error)
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
 
 
@@ -247,7 +262,7 @@ def find_tokenizer(
 def vocabulary(source: str | Path) -> int:
     """Return the size of a model's logits from its configuration, without loading it. ValueError if there is none."""
     try:
-        return int(AutoConfig.from_pretrained(source).get_text_config().vocab_size)
+        return int(Origin.of(source).config().get_text_config().vocab_size)
     except Exception as error:  # of any type, depending on the contents of the file
         reason = model_fault(source, error)
         raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
+from slipstream.models.loading.gguf_config import config_of
+from slipstream.models.loading.gguf_file import GgufFile
+from slipstream.models.loading.gguf_place import gguf_path
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -17,12 +23,34 @@ class Origin:
 
     @staticmethod
     def of(source: str | Path, trust_remote_code: bool = False) -> Origin:
-        """Return the origin of a source. Code stored with it runs only if trusted, and without a prompt to the user."""
+        """Return the origin of a source. Code stored with it runs only if trusted, and without a prompt to the user.
+
+        Raises ValueError in one sentence if it names no .gguf file of a folder or the hub, or several.
+        """
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        path = Path(source).expanduser()
-        if path.suffix == ".gguf" and path.is_file():
-            return Origin(source, path.parent, {**options, "gguf_file": path.name})
-        return Origin(source, source, options)
+        path = gguf_path(source)
+        return (
+            Origin(source, path.parent, {**options, "gguf_file": path.name})
+            if path
+            else Origin(source, source, options)
+        )
+
+    @property
+    def gguf(self) -> Path | None:
+        """The .gguf file; None if the model is stored otherwise."""
+        name = self.options.get("gguf_file")
+        return Path(self.place) / name if name else None
+
+    @property
+    def file(self) -> str | Path:
+        """The .gguf file, or else the place."""
+        return self.gguf or self.place
+
+    def config(self) -> PreTrainedConfig:
+        """Return the model's configuration. Raises ValueError, whose message is only the fault, for a faulty .gguf."""
+        if self.gguf:
+            return config_of(GgufFile.read(self.gguf))
+        return AutoConfig.from_pretrained(self.place, **self.options)
 
 
 def source_name(source: Any) -> str | None:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from slipstream.core.values import true_or_false
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import PACKED_DTYPES, Columns, QuantizedLinear, shared_columns
+from slipstream.kernels.packing import PACKED_DTYPES, Columns, QuantizedEmbedding, QuantizedLinear, can_embed
 from slipstream.kernels.stored_codes import StoredFormat, StoredLinear, UnreadFormat, stored_format
 from slipstream.models.loading.dropped_tensors import read_tensors
 from slipstream.models.loading.origin import Origin, source_name
@@ -30,6 +32,23 @@ PACKAGES = {
 }
 """The packages that transformers needs for each method: the names to install, with the names to import."""
 
+INT8, FLOAT = ACTIVATIONS = ("int8", "float")
+"""How inputs of layers in codes are multiplied: rounded to 8 bits, group by group, or as they are."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How weights in codes are read: the inputs that they multiply, or whether they become plain numbers."""
+
+    activations: str = INT8
+    dequantize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations={self.activations!r} is not possible: use {' or '.join(ACTIVATIONS)}.")
+        true_or_false("dequantize", self.dequantize)
+
+
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
 """A model, and transformers' loading report (`output_loading_info`)."""
 
@@ -41,7 +60,7 @@ def stored_quantization(origin: Origin, place: torch.device, options: dict[str, 
     """
     if place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
-    config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    config = origin.config()
     settings = getattr(config, "quantization_config", None)
     own_code = getattr(config, "auto_map", None)  # only transformers can find its classes
     return stored_format(settings) if isinstance(settings, dict) and not own_code else None
@@ -52,7 +71,7 @@ def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
 
     Raises ValueError, whose message is only the fault, if the packages that transformers needs are not installed.
     """
-    config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    config = origin.config()
     packages = PACKAGES[config.quantization_config["quant_method"]]
     names = " ".join(packages)
     if not all(map(find_spec, packages.values())):
@@ -64,14 +83,19 @@ def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
 
 @torch.no_grad()
 def load_quantized(
-    kind: Any, origin: Origin, form: StoredFormat, dtype: str | torch.dtype, options: dict[str, Any]
+    kind: Any,
+    origin: Origin,
+    form: StoredFormat,
+    dtype: str | torch.dtype,
+    reading: Reading,
+    options: dict[str, Any],
 ) -> Loaded:
     """Load a model of quantized weights -> the model and a loading report, as `kind.from_pretrained` returns them.
 
     A model in float16 runs in bfloat16 unless `dtype` is given. Raises ValueError, whose message is only the fault, if
     a layer cannot be read.
     """
-    config = AutoConfig.from_pretrained(origin.place, **origin.options)
+    config = origin.config()
     del config.quantization_config
     wanted = compute_dtype(config, dtype)
     tensors = read_tensors(origin.place, lambda name: True)
@@ -81,7 +105,7 @@ def load_quantized(
         raise ValueError("its config.json describes quantized weights, but none are stored: the files do not fit")
     with torch.device("meta"):
         model_class = type(kind.from_config(config))
-    model, about = assembled(model_class, config, tensors, stored, wanted, options)
+    model, about = assembled(model_class, config, tensors, stored, wanted, reading, options)
     model.config.name_or_path = str(origin.place)
     with suppress(OSError):  # a checkpoint without a generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(origin.place)
@@ -95,31 +119,22 @@ def assembled(
     tensors: dict[str, Tensor],
     stored: dict[str, StoredLinear],
     dtype: torch.dtype,
+    reading: Reading,
     options: dict[str, Any],
 ) -> Loaded:
     """Make a model of tensors and of layers `stored` in codes, both by name -> the model and a loading report.
 
-    Raises ValueError, whose message is only the fault, if transformers did not put a layer in its place.
+    A head that is tied to embeddings in codes reads the same codes. Raises ValueError, whose message is only the fault,
+    if transformers did not put a layer in its place.
     """
     # Weights of the layers' shapes that take no memory, which mark the layers' places in the model.
-    blanks = {
-        name: torch.zeros((), dtype=dtype).expand(len(layer.codes.scales), layer.in_features)
-        for name, layer in stored.items()
-    }
+    blanks = {name: torch.zeros((), dtype=dtype).expand(layer.shape) for name, layer in stored.items()}
     weights = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}
     model, about = model_class.from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
     )
-    _fill(model, {blank.data_ptr(): stored[name] for name, blank in blanks.items()})
+    _fill(model, {blank.data_ptr(): stored[name] for name, blank in blanks.items()}, reading.activations == INT8)
     return model, about
-
-
-def replace_head(model: PreTrainedModel, stored: StoredLinear) -> None:
-    """Replace a head that is tied to the embeddings by one that reads stored codes, in a model of quantized layers."""
-    head, columns = model.get_output_embeddings(), shared_columns(model)
-    assert columns is not None, "there are quantized layers"
-    place = next(name for name, module in model.named_modules() if module is head)
-    model.set_submodule(place, QuantizedLinear(stored.codes, head, columns, order=stored.order))
 
 
 def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
@@ -144,19 +159,26 @@ def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLi
         raise ValueError(f"the tensors of {name} have other shapes than they should have") from error
 
 
-def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear]) -> None:
+def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear], whole: bool) -> None:
     """Put each stored layer in the place of its blank weight, by the blank's address.
 
-    Raises ValueError, whose message is only the fault, if a blank is not in a linear layer of the model.
+    Raises ValueError, whose message is only the fault, if a blank is not in a linear layer or embeddings of the model.
     """
-    columns, places = Columns(), [name for name, each in model.named_modules() if type(each) is nn.Linear]
-    for name in places:
-        layer: Any = model.get_submodule(name)
-        codes = stored.pop(layer.weight.data_ptr(), None)
-        if codes is not None:
-            model.set_submodule(name, QuantizedLinear(codes.codes, layer, columns, order=codes.order))
-    if stored:
+    columns, left = Columns(), set(stored)
+    for name, layer in [*model.named_modules()]:
+        linear = type(layer) is nn.Linear
+        codes = stored.get(layer.weight.data_ptr()) if linear or can_embed(layer) else None
+        if codes is None:
+            continue
+        left.discard(layer.weight.data_ptr())
+        made = (
+            QuantizedLinear(codes.precision, codes.panels, layer, columns, codes.order, whole)
+            if linear
+            else QuantizedEmbedding(codes.precision, codes.panels, layer)
+        )
+        model.set_submodule(name, made)
+    if left:
         raise ValueError(
-            f"{len(stored)} of its quantized layers are merged with others by transformers, as experts are: take an "
+            f"{len(left)} of its quantized layers are merged with others by transformers, as experts are: take an "
             "unquantized copy of the model, and quantize='int4' if it is to be small"
         )

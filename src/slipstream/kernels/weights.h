@@ -1,0 +1,154 @@
+// Quantized weights in memory, and the numbers that their codes stand for.
+//
+// Codes have no sign: a weight is scale * (code - zero), where zero is the middle of the range unless `zeros` are given.
+// Zeros of bytes are codes; other zeros are offsets, and a weight is scale * code + offset.
+// Codes lie in panels, as in cpu.cpp: (panels, inputs / STEP, PANEL, QUAD) bytes. A byte is one code of 8 bits (STEP 4),
+// or two of 4 bits (STEP 8), of which the lower one belongs to an input in the first half of the step. Scales and zeros
+// are (panels, groups, PANEL), in bfloat16 or float16.
+// Where several groups form a block, scales and offsets are (panels, blocks, PANEL), and those of a group are `steps` of
+// them: whole numbers (panels, groups, 1, PANEL), or with offsets (panels, groups, 2, PANEL).
+
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int QUAD = 4;          // inputs that one instruction multiplies
+constexpr int MOST_GROUP = 256;  // inputs that share a scale
+
+// Which code stands for the weight 0, or which weight the code 0 stands for.
+enum class Zero { MIDDLE, CODE, OFFSET };
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t Signed __attribute__((vector_size(LANES)));
+
+struct Weights {
+  const uint8_t* codes;
+  const uint16_t* scales;
+  const void* zeros;    // bytes, or numbers as scales are; or null
+  const int8_t* steps;  // or null
+  int64_t groups, blocks;
+  bool half;  // scales are float16
+  int places;  // of a group in the steps: 1, or 2 with offsets
+  int shift;  // a block has 1 << shift groups
+
+  Lanes number(const void* numbers, int64_t place) const {
+    const uint16_t* from = static_cast<const uint16_t*>(numbers) + place;
+    return half ? Float16::load(from) : BFloat16::load(from);
+  }
+};
+
+// The numbers of a panel's features for a group.
+struct Numbers {
+  const Weights& weights;
+  int64_t place, step;  // of the group's scales, and of its steps
+
+  Numbers(const Weights& weights, int64_t panel, int64_t group)
+      : weights(weights), place((panel * weights.blocks + (group >> weights.shift)) * PANEL),
+        step((panel * weights.groups + group) * weights.places * PANEL) {}
+
+  Lanes stepped(Lanes number, int64_t first) const {
+    if (!weights.steps) return number;
+    Signed own;
+    std::memcpy(&own, weights.steps + step + first, sizeof(own));
+    return number * __builtin_convertvector(own, Lanes);
+  }
+
+  Lanes scales(int part) const { return stepped(weights.number(weights.scales, place + part * LANES), part * LANES); }
+
+  template <Zero ZERO>
+  Lanes offsets(int part) const {
+    if constexpr (ZERO != Zero::OFFSET) return Lanes{};
+    return stepped(weights.number(weights.zeros, place + part * LANES), PANEL + part * LANES);
+  }
+
+  // The codes of the weight 0; 0 where codes have offsets.
+  template <int BITS, Zero ZERO>
+  Whole zeros(int part) const {
+    if constexpr (ZERO != Zero::CODE) return Whole{} + (ZERO == Zero::MIDDLE ? 1 << (BITS - 1) : 0);
+    Bytes own;
+    std::memcpy(&own, static_cast<const uint8_t*>(weights.zeros) + place + part * LANES, sizeof(own));
+    return __builtin_convertvector(own, Whole);
+  }
+};
+
+// Writes the first `width` weights of a feature.
+template <int BITS, Zero ZERO>
+void write_row(const Weights& weights, int64_t group, int64_t feature, int64_t width, float* to) {
+  constexpr int64_t STEP = QUAD * 8 / BITS;
+  const int64_t panel = feature / PANEL, lane = feature % PANEL, part = lane / LANES;
+  const uint8_t* codes = weights.codes + (panel * weights.groups * group / STEP * PANEL + lane) * QUAD;
+  for (int64_t first = 0; first < width; first += group) {
+    const Numbers numbers(weights, panel, first / group);
+    const float scale = numbers.scales(part)[lane % LANES], offset = numbers.offsets<ZERO>(part)[lane % LANES];
+    const int32_t zero = numbers.zeros<BITS, ZERO>(part)[lane % LANES];
+    for (int64_t i = first; i < std::min(width, first + group); ++i) {
+      const uint8_t byte = codes[i / STEP * PANEL * QUAD + i % QUAD];
+      const int32_t code = BITS == 8 ? byte : (byte >> (i % STEP / QUAD * 4)) & 15;
+      const float weight = static_cast<float>(code - zero) * scale;
+      to[i] = ZERO == Zero::OFFSET ? weight + offset : weight;
+    }
+  }
+}
+
+// A weight's tensors as the caller has them.
+struct Packed {
+  Tensor codes, scales;
+  std::optional<Tensor> zeros, steps;
+
+  int64_t groups() const { return steps ? steps->size(1) : scales.size(1); }
+  int64_t group(int64_t bits) const { return codes.size(1) * QUAD * 8 / bits / groups(); }
+  Zero zero() const {
+    return !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
+  }
+
+  Weights weights() const {
+    const int64_t blocks = scales.size(1);
+    int shift = 0;
+    while (blocks << shift < groups()) ++shift;
+    return {static_cast<const uint8_t*>(codes.data_ptr()), static_cast<const uint16_t*>(scales.data_ptr()),
+            zeros ? zeros->data_ptr() : nullptr, steps ? static_cast<const int8_t*>(steps->data_ptr()) : nullptr,
+            groups(), blocks, scales.scalar_type() == ScalarType::Half, zero() == Zero::OFFSET ? 2 : 1, shift};
+  }
+
+  void check(int64_t features, int64_t bits) const {
+    STD_TORCH_CHECK(bits == 4 || bits == 8, "slipstream::quantized_linear: codes of ", bits, " bits");
+    STD_TORCH_CHECK(codes.dim() == 4 && codes.size(0) == panels_of(features) && codes.size(2) == PANEL &&
+                        codes.size(3) == QUAD && codes.scalar_type() == ScalarType::Byte,
+                    "slipstream::quantized_linear: the codes are not packed for ", features, " features");
+    const auto kind = scales.scalar_type();
+    STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == codes.size(0) && scales.size(1) > 0 &&
+                        scales.size(2) == PANEL && (kind == ScalarType::BFloat16 || kind == ScalarType::Half),
+                    "slipstream::quantized_linear: the scales do not fit the codes");
+    STD_TORCH_CHECK(!zeros || (zeros->numel() == scales.numel() &&
+                               (zeros->scalar_type() == kind || (!steps && zeros->scalar_type() == ScalarType::Byte))),
+                    "slipstream::quantized_linear: the zeros do not fit the scales");
+    STD_TORCH_CHECK(!steps || (steps->dim() == 4 && steps->size(0) == codes.size(0) && steps->size(1) > 0 &&
+                               steps->size(2) == (zeros ? 2 : 1) && steps->size(3) == PANEL &&
+                               steps->scalar_type() == ScalarType::Char),
+                    "slipstream::quantized_linear: the steps do not fit the scales");
+    const Weights all = weights();
+    const int64_t step = QUAD * 8 / bits, inputs = codes.size(1) * step;
+    STD_TORCH_CHECK(all.blocks << all.shift == groups() && group(bits) * groups() == inputs && group(bits) % step == 0 &&
+                        group(bits) <= MOST_GROUP,
+                    "slipstream::quantized_linear: ", inputs, " inputs in ", groups(), " groups");
+    for (const Tensor& tensor : {codes, scales, zeros ? *zeros : codes, steps ? *steps : codes})
+      STD_TORCH_CHECK(tensor.is_contiguous(), "slipstream::quantized_linear: tensors must be contiguous");
+  }
+};
+
+// Calls `run` with the bits of codes and the kind of zeros as constants.
+template <class Run>
+void with_form(int64_t bits, Zero zero, const Run& run) {
+  const auto with = [&](auto kind) {
+    bits == 8 ? run(std::integral_constant<int, 8>(), kind) : run(std::integral_constant<int, 4>(), kind);
+  };
+  switch (zero) {
+    case Zero::MIDDLE: return with(std::integral_constant<Zero, Zero::MIDDLE>{});
+    case Zero::CODE: return with(std::integral_constant<Zero, Zero::CODE>{});
+    case Zero::OFFSET: return with(std::integral_constant<Zero, Zero::OFFSET>{});
+  }
+}
+
+}  // namespace

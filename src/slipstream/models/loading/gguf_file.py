@@ -1,0 +1,173 @@
+"""Files of llama.cpp (.gguf): metadata and the places of tensors, read once from a mapped file or all its parts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSIONS = (2, 3)
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The types of metadata that are numbers, by llama.cpp's number for the type."""
+TEXT, LIST = 8, 9
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file: llama.cpp's number of its format, its shape, and its mapped bytes (rows, bytes of a row)."""
+
+    name: str
+    format: int
+    shape: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A model in one file, or in several whose names end in -00001-of-00003.gguf and so on."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+    maps: tuple[mmap.mmap, ...]
+
+    @staticmethod
+    def read(path: Path) -> GgufFile:
+        """Read a file and its other parts; the last ones read are remembered. Raises ValueError for a damaged one."""
+        paths = _paths(path)
+        return _read(path, tuple((each, each.stat().st_mtime_ns, each.stat().st_size) for each in paths))
+
+    @property
+    def architecture(self) -> str:
+        """The family of the model, by llama.cpp's name for it."""
+        return str(self.metadata["general.architecture"])
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return what the metadata say of the family's `key`, as "rope.freq_base"."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def forget_pages(self) -> None:
+        """Let the system take back the memory that holds the file's bytes; they are read again if they are used."""
+        for each in self.maps:
+            each.madvise(mmap.MADV_DONTNEED)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
+    """Read a model in files with their times of change and sizes, by which changed files are told from known ones."""
+    parts = [_part(each) for each, _, _ in stamps]
+    metadata = parts[0].metadata
+    if "general.architecture" not in metadata:
+        raise ValueError("it does not name its architecture: it holds no model, or only a part of one")
+    count = metadata.get("split.count", 1) or 1
+    if count != len(parts):
+        raise ValueError(f"it is one of {count} parts, whose names have to end in -00001-of-{count:05}.gguf and so on")
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    return GgufFile(path, metadata, tensors, tuple(each for part in parts for each in part.maps))
+
+
+def _paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of a model. Raises ValueError if one is missing."""
+    found = PART.search(path.name)
+    if not found:
+        return [path]
+    stem, count = path.name[: found.start()], int(found[2])
+    paths = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if missing := [each.name for each in paths if not each.is_file()]:
+        raise ValueError(f"{len(missing)} of its {count} parts are missing ({missing[0]}): put all into one folder")
+    return paths
+
+
+def _part(path: Path) -> GgufFile:
+    """Read one file. Raises ValueError, whose message is only the fault, if it is damaged or of an unknown kind."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError("it does not begin as GGUF files do: it is another kind of file, or damaged")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that may be written
+    version, count, pairs = struct.unpack_from("<IQQ", data, 4)
+    if version not in VERSIONS:
+        raise ValueError(f"it is of version {version} of GGUF, or of another byte order, and 2 and 3 are read")
+    reader = _Reader(data, 24)
+    try:
+        metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(pairs)}
+        places = [reader.place() for _ in range(count)]
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-reader.position // alignment) * alignment
+        tensors = {name: _stored(data, start + at, name, format, shape) for name, shape, format, at in places}
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ValueError("it ends too early or is damaged: copy or download it again") from error
+    return GgufFile(path, metadata, tensors, (data,))
+
+
+def _stored(data: mmap.mmap, start: int, name: str, format: int, shape: tuple[int, ...]) -> Stored:
+    """Return a tensor at a place of a file. Raises IndexError if the file ends before it does."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if format not in {int(each) for each in GGML_QUANT_SIZES}:
+        raise ValueError(f"{name} is in format {format}, which the installed gguf package does not know: upgrade it")
+    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType(format)]
+    width = shape[-1] // inputs * size
+    rows = math.prod(shape[:-1])
+    if start + rows * width > len(data):
+        raise IndexError(name)
+    view = memoryview(data)[start : start + rows * width]
+    flat = torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
+    return Stored(name, format, shape, flat.view(rows, width))
+
+
+class _Reader:
+    """Reads the values at the beginning of a file one after another."""
+
+    def __init__(self, data: mmap.mmap, position: int) -> None:
+        self.data, self.position = data, position
+
+    def number(self, kind: str) -> Any:
+        """Return the next number, of a kind of `struct`."""
+        (found,) = self.numbers(kind, 1)
+        return found
+
+    def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        """Return the next `count` numbers of a kind."""
+        form = struct.Struct(f"<{count}{kind}")
+        found = form.unpack_from(self.data, self.position)
+        self.position += form.size
+        return found
+
+    def text(self) -> str:
+        """Return the next text."""
+        start = self.position + 8
+        self.position = start + self.number("Q")
+        if self.position > len(self.data):
+            raise IndexError(start)
+        return self.data[start : self.position].decode()
+
+    def value(self, kind: int) -> Any:
+        """Return the next value, of a type by llama.cpp's number; a list of values for a list."""
+        if kind == TEXT:
+            return self.text()
+        if kind != LIST:
+            return self.number(NUMBERS[kind])
+        inner, count = self.number("I"), self.number("Q")
+        if inner in NUMBERS:
+            return list(self.numbers(NUMBERS[inner], count))
+        return list(self._values(inner, count))
+
+    def _values(self, kind: int, count: int) -> Iterator[Any]:
+        for _ in range(count):
+            yield self.value(kind)
+
+    def place(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return the name, shape, format and offset of the next tensor; llama.cpp stores the last dimension first."""
+        name, dimensions = self.text(), self.number("I")
+        shape = tuple(reversed(self.numbers("Q", dimensions)))
+        return name, shape, self.number("I"), self.number("Q")
