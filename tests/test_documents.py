@@ -12,7 +12,7 @@ from test_house import ROOT, repository_files
 
 DOCS = ROOT / "docs"
 GENERATED = {"families.md", "paper.md"}
-LIMITS = {"README.md": 900, "docs": 35_000, "page": 1_500, "decision": 150}
+LIMITS = {"README.md": 900, "docs": 36_500, "page": 1_500, "decision": 150}
 """The most words (as `wc -w` counts) of README, of all of docs/, of a page that nobody generates, of a decision."""
 
 
