@@ -17,10 +17,11 @@ import slipstream
 from slipstream.core.draws import Rng
 from slipstream.core.protocols import Drafter
 from slipstream.core.stats import Stats
+from slipstream.decoding import grammar as grammar_module
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate, rounds
-from slipstream.decoding.grammar import Grammar, GrammarLimits, Grammars
+from slipstream.decoding.grammar import Grammar, GrammarLimits, Grammars, GrammarStopped
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.forced import Forced
 from slipstream.drafters.lookup import Lookup
@@ -302,3 +303,77 @@ def test_a_grammar_of_another_model_is_refused(engine: slipstream.Engine) -> Non
     for grammar, says in ((toy_grammars().regex("a"), "made for a model of 3 tokens"), ("a+", "engine.grammars")):
         with pytest.raises(ValueError, match=says):
             engine.generate("x", grammar=grammar)
+
+
+# ---- matchers that stop -------------------------------------------------------------------------------------------
+
+
+class Stopping:
+    """llguidance's matcher, faked to stop at the texts that `stops` names: it forbids everything from then on."""
+
+    def __init__(self, matcher: Any, stops: Callable[[list[int]], bool]) -> None:
+        self.matcher, self.stops, self.tokens, self.stopped = matcher, stops, list[int](), False
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        taken = 0 if self.is_error() else self.matcher.try_consume_tokens(tokens)
+        self.tokens += tokens[:taken]
+        return taken
+
+    def rollback(self, count: int) -> bool:
+        del self.tokens[len(self.tokens) - count :]
+        return self.matcher.rollback(count)
+
+    def compute_bitmask(self) -> bytes:
+        return bytes(4) if self.is_error() else self.matcher.compute_bitmask()
+
+    def is_error(self) -> bool:
+        self.stopped |= self.stops(self.tokens)
+        return self.stopped
+
+    def get_error(self) -> str:
+        return "too many states\n<state>\nof the matcher"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, stops: Callable[[list[int]], bool]) -> Grammar:
+    """The grammar of `TEXTS`, whose matchers stop."""
+    made, real = toy_grammars().choice(TEXTS), grammar_module.new_matcher
+    monkeypatch.setattr(grammar_module, "new_matcher", lambda *about: Stopping(real(*about), stops))
+    return made
+
+
+@pytest.mark.parametrize("drafter", drafters("generic"))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_is_written_after_a_matcher_has_stopped(
+    drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eos, ended = frozenset({EOS}), set()
+    end = [0, 0] if temperature else [1]
+    grammar = stopping(monkeypatch, lambda tokens: tokens[: len(end)] == end)
+    sampler = Sampling(temperature=temperature, eos=eos, grammar=grammar)
+    decoder = Decoder(scorer(PAIRS["generic"][0]), drafters("generic")[drafter](), controller=Cycle((3,)))
+    for row in generate(decoder, [request(PROMPT, 4, sampler, eos=eos, key=key) for key in range(9)]):
+        assert row.output == end or row.output[-1] == EOS
+        assert (row.finish_reason == "error") == (row.output == end)
+        assert row.error is None or "cannot be followed any further: too many states." in row.error
+        ended.add(row.finish_reason)
+    assert ended == ({"error", "stop"} if temperature else {"error"})
+
+
+def test_a_matcher_that_a_refused_draft_has_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = stopping(monkeypatch, lambda tokens: tokens[:2] == [0, 0])
+    assert grammar.allowed([0]).tolist() == [True, True, False]
+    assert grammar.fitting([0, 0], [1]) == 0 and grammar.forced([0, 0]) == []
+    with pytest.raises(GrammarStopped, match="too many states"):
+        grammar.masks([[0], [0, 0]])
+    assert grammar.allowed([0]).tolist() == [True, True, False]
+    assert grammar.allowed([0, 1]).tolist() == [False, False, True]
+
+
+def test_real_matchers_that_stop_are_noticed(engine: slipstream.Engine) -> None:
+    grammar, letter = engine.grammars.regex("(a?){500}a{500}"), engine.encode("a")[-1]
+    for count in range(3):  # the matcher that made the mask of the text before stops at every letter
+        allowed = grammar.allowed([letter] * count)
+        assert allowed[letter] and not allowed[engine.encode("b")[-1]]

@@ -154,6 +154,10 @@ class Fault(str):
         return fault
 
 
+class ModelFault(Fault):
+    """A fault of the model itself, whatever a request asks for."""
+
+
 Faults = dict[tuple[int, int], Fault]
 """The positions where no law can be made: (place of the row, position) -> the reason."""
 

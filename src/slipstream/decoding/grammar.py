@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,12 @@ from slipstream.text.jsontext import json_text
 
 MATCHERS = 64
 """The number of texts per grammar whose states are kept; any other text is matched from its beginning."""
+
+Found = TypeVar("Found")
+
+
+class GrammarStopped(RuntimeError):
+    """Raised if a grammar cannot be followed any further, since it has become too complex for llguidance."""
 
 
 class Grammar:
@@ -49,34 +55,44 @@ class Grammar:
 
     def fitting(self, output: Sequence[int], tokens: Sequence[int]) -> int:
         """Return how many of these tokens, from the first on, may follow an output one after another."""
-        state = self._follow(output)
-        return 0 if state is None else state.matcher.validate_tokens(list(tokens))
+        return self._drafted(output, lambda state: state.matcher.validate_tokens(list(tokens))) or 0
 
     def forced(self, output: Sequence[int]) -> list[int]:
         """Return the usual tokens of the only text that may come next; empty if several may."""
-        state = self._follow(output)
-        return [] if state is None else state.matcher.compute_ff_tokens()
+        return self._drafted(output, lambda state: state.matcher.compute_ff_tokens()) or []
+
+    def _drafted(self, output: Sequence[int], question: Callable[[_State], Found]) -> Found | None:
+        """Return an answer that only drafts depend on: None also where the grammar stops: the target will see."""
+        try:
+            return self._ask(output, question)
+        except GrammarStopped:
+            return None
 
     def _mask(self, output: list[int]) -> bytes:
         """Return the mask after an output, in bits; the target reuses masks that were computed for the draft."""
         for known in reversed(self._states.values()):
             if len(output) in known.masks and known.tokens[: len(output)] == output:
                 return known.masks[len(output)]
-        state = self._follow(output)
-        if state is None:
-            return b"\xff" * (4 * -(-self.vocab // 32))
-        state.masks[len(output)] = state.matcher.compute_bitmask()
-        return state.masks[len(output)]
+        return self._ask(output, _State.mask) or b"\xff" * (4 * -(-self.vocab // 32))
 
-    def _follow(self, output: Sequence[int]) -> _State | None:
-        """Return the state after an output; None if the output is not allowed."""
+    def _ask(self, output: Sequence[int], question: Callable[[_State], Found]) -> Found | None:
+        """Return the answer of the state after an output; None if the output is not allowed.
+
+        A matcher never recovers from an error, to which other texts may have led it, such as refused drafts: a new one
+        answers then, so that the answer depends on the output alone. Raises GrammarStopped if that one fails too.
+        """
         tokens = list(output)
-        number, state = self._nearest(tokens)
-        self._states[number] = state
-        self._states.move_to_end(number)
-        while len(self._states) > MATCHERS:
-            self._states.popitem(last=False)
-        return state if state.move_to(tokens) else None
+        for find in (self._nearest, lambda tokens: self._fresh()):
+            number, state = find(tokens)
+            answer = question(state) if state.move_to(tokens) else None
+            self._states[number] = state
+            self._states.move_to_end(number)
+            if not state.matcher.is_error():
+                while len(self._states) > MATCHERS:
+                    self._states.popitem(last=False)
+                return answer
+            del self._states[number]
+        raise GrammarStopped(f"the grammar cannot be followed any further: {_line(state.matcher.get_error())}")
 
     def _nearest(self, tokens: list[int]) -> tuple[int, _State]:
         """Return the number and state of a text to continue or roll back to these tokens, or else a new state."""
@@ -86,13 +102,12 @@ class Grammar:
         best = max(self._states.items(), key=lambda item: _shared(item[1].tokens, tokens), default=None)
         if best and _shared(best[1].tokens, tokens) >= len(best[1].tokens) - DRAFTED:
             return best  # only tokens of a draft have to be rolled back
+        return self._fresh()
+
+    def _fresh(self) -> tuple[int, _State]:
+        """Return a new number, and the state before the first token."""
         self._count += 1
-        return self._count, _State(self._new())
-
-    def _new(self) -> Any:
-        from llguidance import LLMatcher
-
-        return LLMatcher(self._tokens, self._source)
+        return self._count, _State(new_matcher(self._tokens, self._source))
 
 
 DRAFTED = 64
@@ -119,6 +134,19 @@ class _State:
         taken = self.matcher.try_consume_tokens(rest) if rest else 0
         self.tokens += rest[:taken]
         return taken == len(rest)
+
+    def mask(self) -> bytes:
+        """Return the mask of what may come next, in bits."""
+        bits: bytes = self.matcher.compute_bitmask()
+        self.masks[len(self.tokens)] = bits
+        return bits
+
+
+def new_matcher(tokens: Any, source: str) -> Any:
+    """Make llguidance's matcher of a grammar, which writes no warnings: its errors are asked for."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokens, source, log_level=0)
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:
@@ -215,11 +243,12 @@ class Grammars:
             raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
         try:
             source = make(LLMatcher, text)
-            fault = LLMatcher.validate_grammar(source, self._tokens)
+            matcher = new_matcher(self._tokens, source)
+            matcher.compute_bitmask()  # some grammars are found to be too complex no earlier
         except Exception as error:
             raise ValueError(f"the {what} cannot be used: {_line(error)}") from error
-        if fault:
-            raise ValueError(f"the {what} cannot be used: {_line(fault)}")
+        if matcher.is_error():
+            raise ValueError(f"the {what} cannot be used: {_line(matcher.get_error())}")
         return Grammar(source, self._tokens, self.vocab)
 
 
@@ -239,6 +268,6 @@ def _depth(value: Any, most: int) -> int:
 
 
 def _line(error: Any) -> str:
-    """Convert an error to one sentence."""
-    text = " ".join(str(error).split())
+    """Convert an error to one sentence, without the state of the matcher that llguidance adds to its own."""
+    text = " ".join(str(error).partition("<state>")[0].split())
     return text if text.endswith(".") else f"{text}."

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from slipstream.core.law import Fault, Law, RowFailure, wide
+from slipstream.core.law import Fault, Law, ModelFault, RowFailure, wide
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.values import is_finite, is_real, is_whole
 from slipstream.decoding.grammar import Grammar, GrammarMask
@@ -255,7 +255,7 @@ class Sampling:
         if math.isfinite(best) or (self.greedy and best == math.inf and math.isfinite(best_logit)):
             return self._law(scores[None])[0], None
         if not math.isfinite(best_logit):
-            return self._arbitrary(logits), Fault(
+            return self._arbitrary(logits), ModelFault(
                 f"{model} gives non-finite logits for position {len(prefix)} of text {row.index}: the weights are "
                 "damaged or overflow in this dtype (try bfloat16 or float32)."
             )

@@ -104,7 +104,7 @@ def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothes
         text=text,
         tokens=hypothesis.tokens,
         finish_reason=hypothesis.finish_reason,
-        error=str(search.error) if search.error else None,
+        error=search.error,
         context_full=hypothesis.finish_reason == "length" and len(hypothesis.tokens) < request.max_new_tokens,
         score=hypothesis.score,
     )

@@ -147,10 +147,10 @@ class Generation:
         else:
             self._judge.finish()
             text = self._judge.text
-        text, error = self.echo + text, row.error and str(row.error)
+        text = self.echo + text
         reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)
         tokens = tuple(row.output)
-        return Completion(text, tokens, reason, row.stats, length, error, row.context_full, logprobs)
+        return Completion(text, tokens, reason, row.stats, length, row.error, row.context_full, logprobs)
 
 
 def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:

@@ -7,9 +7,10 @@ from typing import Any
 
 from starlette.responses import Response
 
+from slipstream.core.law import ModelFault
 from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.answers import Answer, ErrorAnswer
-from slipstream.serve.faults import ServeError
+from slipstream.serve.faults import BadRequest, ServeError, Unavailable
 
 DONE = "[DONE]"
 """The data of the last event of a stream."""
@@ -49,9 +50,15 @@ def answered(answer: Answer) -> Response:
 
 
 def finish_reason(completion: Completion) -> str:
-    """Return the finish reason under OpenAI's names. Raises ServeError for a text that could not be finished."""
+    """Return the finish reason under OpenAI's names.
+
+    Raises ServeError for a text that was not finished: by the model's fault, by that of the request (BadRequest), such
+    as a grammar that forbids every token, or because the server ended (Unavailable).
+    """
     if completion.error:
-        raise ServeError(completion.error)
+        raise (ServeError if isinstance(completion.error, ModelFault) else BadRequest)(completion.error)
+    if completion.finish_reason in ("abort", "interrupted"):
+        raise Unavailable("the server ended before the text was finished: ask again later.")
     return "stop" if completion.finish_reason == "stop" else "length"
 
 
