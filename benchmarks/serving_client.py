@@ -92,7 +92,9 @@ class Answer:
 def http_request(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of an HTTP request for a completion."""
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\nConnection: close\r\n"
+    )
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + content
 
 

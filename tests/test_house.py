@@ -97,7 +97,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "llguidance": ("decoding.grammar",),
     "starlette": ("serve.*",),
     "pydantic": ("serve.*",),
-    "uvicorn": ("serve.server",),
+    "uvicorn": ("serve.server", "serve.connections"),
     "prometheus_client": ("serve.metrics", "serve.routes.models"),
     "httpx": ("serve.batch.run",),
     "pyarrow": ("serve.batch.lines", "serve.batch.journal"),

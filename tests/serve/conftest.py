@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """One server with the embedded pair for all tests of this folder that do not end it."""
-    with ServerProcess.start("--chat-template", str(TEMPLATE)) as started:
+    with ServerProcess.start("--chat-template", str(TEMPLATE), "--allow-host", "here") as started:
         yield started
 
 

@@ -56,6 +56,8 @@ def test_what_runs_is_told(server: ServerProcess) -> None:
         properties = http.get("/props").json()
         assert properties["draft"] == "embedded" and properties["rule"] == "block" and properties["lossless"]
         assert http.get("/nowhere").json()["error"]["message"] == "Not Found"
+        for host, status in (("evil.example", 403), ("here:80", 200), ("localhost", 200)):
+            assert http.get("/health", headers={"Host": host}).status_code == status
         assert http.get("/v1/completions").status_code == 405
 
 
@@ -98,13 +100,92 @@ def test_a_prompt_of_megabytes_is_refused_in_a_sentence(server: ServerProcess, m
         assert http.get("/health").status_code == 200
 
 
+HALF = "\ud800"
+TEXTS: dict[str, list[Any]] = {
+    "/v1/completions": [
+        *({"prompt": "x", "max_tokens": 1, name: HALF} for name in ("stop", "cache_salt", "user", "model", "prompt")),
+        {"prompt": ["x", HALF]},
+        {"prompt": "x", "bad_words": [HALF]},
+        {"prompt": "x", HALF: 1},
+        {"prompt": "x", "prediction": {"type": "content", "content": HALF}},
+        {"prompt": "x", "speculative": {"verify": HALF}},
+        {"prompt": "x", "structured_outputs": {"regex": HALF}},
+        {"prompt": "x", "structured_outputs": {"choice": [HALF]}},
+        {"prompt": "x", "structured_outputs": {"json": {"const": HALF}}},
+    ],
+    "/v1/chat/completions": [
+        {"messages": [{"role": "user", "content": HALF}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {HALF: HALF}},
+    ],
+    "/v1/responses": [{"input": HALF}, {"input": "x", "instructions": HALF}, {"input": "x", "metadata": {HALF: "x"}}],
+    "/tokenize": [{"prompt": HALF}, {"messages": [{"role": "user", "content": HALF}]}],
+}
+"""Bodies with half of a character, in every field that holds a text."""
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_half_of_a_character_is_refused_wherever_it_stands(server: ServerProcess, path: str) -> None:
+    with server.http() as http:
+        for body in TEXTS[path]:
+            answer = http.post(path, content=json.dumps(body), headers=JSON)
+            assert answer.status_code == 400 and answer.json()["error"]["message"], body
+
+
+LONG = "a" * 50_000
+LONG_ONES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("/v1/completions", {"prompt": "x", name: [LONG]}) for name in ("prompt", "stop", "bad_words")},
+    "prediction": ("/v1/completions", {"prompt": "x", "prediction": {"type": "content", "content": LONG}}),
+    "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    "input": ("/v1/responses", {"input": LONG}),
+    "tokenize": ("/tokenize", {"prompt": LONG}),
+    "a chat to tokenize": ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+}
+
+
+@pytest.mark.parametrize("field", LONG_ONES)
+def test_a_text_that_cannot_fit_is_refused_by_its_characters(server: ServerProcess, field: str) -> None:
+    path, body = LONG_ONES[field]
+    with server.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert "tokens of at most 40 characters each: shorten it" in answer.json()["error"]["message"]
+
+
+def test_what_can_never_be_served_is_no_429(server: ServerProcess) -> None:
+    with server.http() as http:
+        many = http.post("/v1/completions", json={"prompt": ["x"] * 128, "n": 32})
+        assert many.status_code == 400 and "4096 texts" in many.json()["error"]["message"]
+        other = http.post("/v1/completions", json={"prompt": "x", "speculative": {"draft": "nonsense"}})
+        assert other.status_code == 400 and "'nonsense'" in other.json()["error"]["message"]
+        same = {"prompt": "x", "max_tokens": 1, "speculative": {"draft": "embedded"}}
+        assert http.post("/v1/completions", json=same).status_code == 200
+        impossible = {"structured_outputs": {"choice": ["x"]}, "logit_bias": {"88": -100}}
+        answer = http.post("/v1/completions", json={"prompt": "x", **impossible})
+        assert answer.status_code == 400 and "no token is possible" in answer.json()["error"]["message"]
+
+
+def test_gauges_follow_clients_that_leave(server: ServerProcess) -> None:
+    with server.http() as http:
+
+        def gauges() -> list[float]:
+            lines = http.get("/metrics").text.splitlines()
+            return [float(line.split()[1]) for line in lines if line.startswith("slipstream:num_requests_")]
+
+        until(lambda: gauges() == [0, 0])
+        with http.stream("POST", "/v1/completions", json=long_body(stream=True)) as stream:
+            next(stream.iter_lines())
+            assert gauges() == [1, 0]
+        until(lambda: gauges() == [0, 0])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_ends_its_request(server: ServerProcess, stream: bool) -> None:
     with server.http() as http:
         until(lambda: running(http) == (0, 0))
         connection = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
         body = json.dumps(long_body(stream=stream)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         until(lambda: running(http) == (1, 0))
         connection.close()
@@ -140,6 +221,8 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
             server.client().models.list()
         client = server.client(api_key="secret-of-alice")
         assert client.models.list().data[0].id == "embedded"
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="embedded", prompt="very private", temperature=-1)
         client.completions.create(model="embedded", prompt="very private", max_tokens=2)
         client.completions.create(
             model="embedded", prompt="private too", n=2, max_tokens=2, extra_body={"use_beam_search": True}
@@ -148,6 +231,8 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["tenant"] == "alice" and lines[-1]["status"] == 200 and lines[-1]["seconds"] > 0
     assert [line["status"] for line in lines].count(401) == 5
+    assert all(("error" in line) == (line["status"] >= 400) for line in lines)
+    assert "temperature" in next(line["error"] for line in lines if line["status"] == 400)
     assert lines[-2]["completion_tokens"] == 2 and lines[-2]["finish_reasons"] == ["length"]
     assert lines[-1]["completion_tokens"] == 4 and lines[-1]["finish_reasons"] == ["length", "length"]
     assert "private" not in log.read_text()
@@ -200,23 +285,37 @@ def test_a_full_queue_is_a_429() -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_lets_begun_answers_end_and_a_second_one_does_not(signals: int) -> None:
-    with ServerProcess.start() as server, server.http() as http, ThreadPoolExecutor(1) as pool:
+    with ServerProcess.start() as server, server.http() as http, ThreadPoolExecutor(3) as pool:
+
+        def streamed() -> list[str]:
+            body = long_body(max_tokens=200, stream=True)
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
+                return [line for line in response.iter_lines() if line.startswith("data:")]
+
         answer = pool.submit(http.post, "/v1/completions", json=long_body(max_tokens=200))
-        until(lambda: running(http)[0] == 1)
+        streams = [pool.submit(streamed) for _ in range(2)]
+        until(lambda: running(http)[0] == 3)
         for _ in range(signals):
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
         if signals == 1:
             assert answer.result().json()["usage"]["completion_tokens"] == 200
+            assert all(stream.result()[-1] == "data: [DONE]" for stream in streams)
         else:
-            assert answer.exception() or ended_early(answer.result())
+            assert ended_early(answer.result())
+            assert all(cut(stream.result()) for stream in streams)
         assert server.process.wait(120) == 0
 
 
 def ended_early(answer: httpx.Response) -> bool:
-    if answer.status_code == 503:
-        return "shutting down" in answer.json()["error"]["message"]
-    return answer.json()["usage"]["completion_tokens"] < 200
+    return answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
+
+
+def cut(lines: list[str]) -> bool:
+    """Whether a stream that had begun ended by an error, and not as a text of that length does."""
+    *begun, last = lines
+    told = json.loads(last.removeprefix("data:"))["error"]["code"] == "unavailable"
+    return bool(told and begun) and not any('"finish_reason":"' in line or "DONE" in line for line in begun)
 
 
 STRUCK = """

@@ -56,6 +56,15 @@ ImageHosts = Annotated[
     list[str] | None,
     option(SERVER, "Fetch images from this host too. Repeatable.", "--allow-image-host", metavar="HOST"),
 ]
+AllowHosts = Annotated[
+    list[str] | None,
+    option(
+        SERVER,
+        "Without keys: serve requests for this host name too; * is any. Repeatable.",
+        "--allow-host",
+        metavar="NAME",
+    ),
+]
 LogPrompts = Annotated[bool, option(SERVER, "Write prompts and answers to the access log too.", "--log-prompts")]
 MaxRows = Annotated[int, option(LIMITS, "Requests that run together.", metavar="N", min=1)]
 MaxQueue = Annotated[int, option(LIMITS, "Requests that may wait; more get status 429.", metavar="N", min=1)]
@@ -105,6 +114,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: Keys = None,
+    allow_hosts: AllowHosts = None,
     names: Names = None,
     chat_template: ChatTemplate = None,
     image_hosts: ImageHosts = None,
@@ -146,6 +156,7 @@ def serve(
 
 def _recipe(context: typer.Context) -> Recipe:
     """Return the recipe from which the server is built. Raises ValueError for impossible options."""
+    from slipstream.serve.hosts import Hosts
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Capacity, Limits, ServeSettings, read_keys
 
@@ -160,6 +171,7 @@ def _recipe(context: typer.Context) -> Recipe:
         log_prompts=params["log_prompts"],
         limits=Limits(body_bytes=parse_bytes("--max-body", params["max_body"])),
         image_hosts=tuple(params["image_hosts"] or ()),
+        hosts=None if params["api_key_file"] else Hosts.of(params["host"], params["allow_hosts"] or ()),
     )
     room = Capacity(params["max_rows"], cache, limit, params["prefill_chunk"])
     return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))

@@ -205,6 +205,7 @@ class Grammars:
     def json_schema(self, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """Make the grammar of JSON texts that match a schema, given as an object or as its JSON text."""
         if isinstance(schema, str):
+            self._check_size("JSON schema", len(schema))
             try:
                 schema = json.loads(schema)
             except json.JSONDecodeError as error:
@@ -228,6 +229,7 @@ class Grammars:
         texts = list(texts)
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"a choice is a list of texts, none of them empty, but here is {texts!r}.")
+        self._check_size("choice", sum(map(len, texts)))
         lark = "start: " + " | ".join(json_text(text) for text in texts)
         return self._made("choice", lark, lambda matcher, text: matcher.grammar_from_lark(text))
 
@@ -235,12 +237,16 @@ class Grammars:
         """Make a context-free grammar from llguidance's dialect of Lark, whose start rule is `start`."""
         return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
 
+    def _check_size(self, what: str, size: int) -> None:
+        """Raise ValueError if a grammar is too long."""
+        if size > self.limits.size:
+            raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
+
     def _made(self, what: str, text: str, make: Any) -> Grammar:
         """Make a grammar from its text. Raises ValueError, which calls it `what`, if it is too long or invalid."""
         from llguidance import LLMatcher
 
-        if len(text.encode()) > self.limits.size:
-            raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
+        self._check_size(what, len(text.encode()))
         try:
             source = make(LLMatcher, text)
             matcher = new_matcher(self._tokens, source)

@@ -223,7 +223,7 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
         )
     check_media(target, request.media, request.prompt, f"prompt {index}")
     check_source(target.source_form, request.source, f"prompt {index}", target.name)
-    if not all(0 <= token < target.vocab for token in request.prompt):
+    if not 0 <= min(request.prompt) <= max(request.prompt) < target.vocab:
         raise ValueError(f"prompt {index} has token ids outside 0..{target.vocab - 1}, which {target.name} knows.")
 
 

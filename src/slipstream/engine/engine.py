@@ -23,7 +23,7 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.decoding.rules import BLOCK, WARM_UP, Rule, rule
 from slipstream.decoding.sampling import Sampling
-from slipstream.decoding.scheduler import Scheduler, check_requests
+from slipstream.decoding.scheduler import Scheduler, check_request
 from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.prediction import MOST
 from slipstream.drafters.tree import TreeDrafter
@@ -32,6 +32,7 @@ from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
+from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.transcription import Transcriber
 from slipstream.models.media.processor import MediaProcessor
 from slipstream.text.transcripts import Transcript
@@ -142,9 +143,7 @@ class Engine:
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
     ) -> Iterator[tuple[int, Piece]]:
         """Continue several prompts at once, token by token -> each piece with the index of its text; see `generate`."""
-        job = _streamable(self.prepare(read_prompts(prompts), options))
-        check_requests(self.decoder.target, [generation.request for generation in job.generations])
-        return job.stream()
+        return _streamable(self.prepare(read_prompts(prompts), options)).stream()
 
     def stream_async(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> AsyncIterator[Piece]:
         """Continue one prompt for an event loop; the rounds run in a thread of their own. Options as for `generate`.
@@ -154,14 +153,13 @@ class Engine:
         return _pieces_async(self._streamed(prompt, options))
 
     def _streamed(self, prompt: Prompt | Mapping[str, Any], options: Mapping[str, Any]) -> Job:
-        """Return the job of a single text, after checking that the target can take its request. Raises ValueError."""
+        """Return the job of a single text. Raises ValueError for several, or if the target cannot take it."""
         prompts = read_prompts(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use stream_batch for several.")
         job = _streamable(self.prepare(prompts, options))
         if (count := len(job.generations)) != 1:
             raise ValueError(f"stream gives one text, but n={count} asks for several: use stream_batch for them.")
-        check_requests(self.decoder.target, [job.generations[0].request])
         return job
 
     def transcribe(
@@ -213,7 +211,7 @@ class Engine:
         if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
         begin, source = framed(self.frame, ids)
-        check_requests(self.decoder.target, [Request(begin, Sampling(), 1, source=source, media=media)])
+        check_request(self.decoder.target, Request(begin, Sampling(), 1, source=source, media=media), 0)
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -238,7 +236,14 @@ class Engine:
 
     @property
     def _encoder(self) -> Encoder:
-        return Encoder(self.decoder.target.name, self.tokenizer, self.frame, self.media)
+        name = self.decoder.target.name
+        return Encoder(name, self.tokenizer, self.frame, self.media, limit=self.text_limit)
+
+    @cached_property
+    def text_limit(self) -> TextLimit | None:
+        """The limit of texts before they are tokenized; None where the model or the tokenizer has none."""
+        target = self.decoder.target
+        return TextLimit.of(self.tokenizer, target.source_form.longest if target.source_form else target.context)
 
     def prepare(self, prompts: Sequence[Prompt], options: Mapping[str, Any], shared: bool = False) -> Job:
         """Encode prompts and read the options of a call, as for `generate`, without running anything.
@@ -250,6 +255,9 @@ class Engine:
         if call.decoder_prompt and self.frame is None:
             raise ValueError("decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
+        for option in ("stop", "bad_words", "prediction"):
+            if self.text_limit is not None:
+                self.text_limit.check(options.get(option), option)
         if call.beams is not None and self.exact_shape:
             raise ValueError("num_beams cannot be used with exact_shape, for beams make passes of any shape.")
         if call.stops or call.echo:
@@ -261,7 +269,7 @@ class Engine:
             decoder = replace(decoder, drafter=KnownFirst(decoder.drafter))
         if shared:
             template, decoder = self._self_contained(call, template), self.decoder
-        for prompt, seed in zip(prompts, call.seeds(len(prompts)), strict=True):
+        for index, (prompt, seed) in enumerate(zip(prompts, call.seeds(len(prompts)), strict=True)):
             encoded, media = encoder.read(prompt)
             (ids, source), name = framed(self.frame, encoded), (*numbers(encoded), *(media.numbers if media else ()))
             echo = encoder.text(prompt, encoded) if call.echo else ""
@@ -271,6 +279,7 @@ class Engine:
                 prompt_ids = (*ids, *call.decoder_prompt)
                 request = replace(template, prompt=prompt_ids, source=source, media=media, seed=seed, key=key)
                 generations.append(Generation(request, self.decode, tuple(call.stops), top=call.logprobs, echo=echo))
+            check_request(self.decoder.target, generations[-1].request, index)  # before the next one is encoded
         if self.exact_shape:
             self._fix_shape(call, [generation.request for generation in generations])
         return Job(decoder, call, generations)

@@ -23,6 +23,7 @@ from slipstream.engine.media import (
     part_content,
     part_modality,
 )
+from slipstream.engine.text_limit import TextLimit
 from slipstream.models.media.processor import MediaProcessor
 
 Message: TypeAlias = Mapping[str, Any]
@@ -289,16 +290,19 @@ class Encoder:
     """Turns prompts into token ids or audio features, the input of a model.
 
     `name` is the model's, for messages; without a `tokenizer` only token ids are read. `frame` is the text around the
-    sources of an encoder-decoder, and `media` is the processor that reads images and sounds.
+    sources of an encoder-decoder, `media` is the processor that reads images and sounds, and `limit` is that of texts.
     """
 
     name: str
     tokenizer: Any = None
     frame: SourceFrame | None = None
     media: MediaProcessor | None = None
+    limit: TextLimit | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, Media | None]:
         """Return token ids or audio features, as `__call__` does, and the media that some of the ids stand for."""
+        if self.limit is not None and not isinstance(prompt, Tensor | tuple):
+            self.limit.check(vars(prompt) if isinstance(prompt, Chat | TextWithMedia) else prompt, "the prompt")
         processor, chats = self.media, isinstance(prompt, Chat | list)
         if processor is None or not (isinstance(prompt, TextWithMedia) or (chats and processor.chats)):
             return self(prompt), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from slipstream.serve.answers import ChatChunk, CompletionAnswer
@@ -79,22 +80,28 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
     return app
 
 
+def _answer(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """Return the answer to a request that is refused, and keep the reason for the access log."""
+    request.state.refusal = body["error"]["message"]
+    return JSONResponse(body, status, headers)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    return JSONResponse(error.body(), error.status, error.headers)
+    return _answer(request, error.status, error.body(), error.headers)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     """Answer 400 with the most telling error of a body and the path of its field."""
     assert isinstance(error, RequestValidationError)
     message, field = complaint(error.errors(), error.body)
-    return JSONResponse(error_body(message, "invalid_request_error", field), 400)
+    return _answer(request, 400, error_body(message, "invalid_request_error", field))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = error_body(str(error.detail), "invalid_request_error")
-    return JSONResponse(body, error.status_code, error.headers)
+    return _answer(request, error.status_code, body, error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -105,7 +112,7 @@ async def _broken(request: Request, error: Exception) -> Response:
     """Answer 500 with the kind of the error, and print its traceback on standard error for the operator."""
     traceback.print_exception(error, file=sys.stderr)
     message = f"the server failed: {type(error).__name__}."
-    return JSONResponse(error_body(message, "server_error"), 500)
+    return _answer(request, 500, error_body(message, "server_error"))
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -113,5 +120,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     RequestValidationError: _invalid,
     HTTPException: _http,
     ClientGone: _gone,
+    ClientDisconnect: _gone,
     Exception: _broken,
 }

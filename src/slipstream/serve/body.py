@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -11,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ModelWrapValidatorHandler,
     PrivateAttr,
     model_validator,
@@ -48,6 +50,14 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     schema["additionalProperties"] = {"type": "null"}
 
 
+def _failing_fast(schema: Any) -> Any:
+    """Set `fail_fast` in all lists and dicts of a schema."""
+    if isinstance(schema, dict):
+        fast = {"fail_fast": True} if schema.get("type") in ("list", "dict") else {}
+        return {name: _failing_fast(part) for name, part in schema.items()} | fast
+    return [_failing_fast(part) for part in schema] if isinstance(schema, list) else schema
+
+
 class Body(BaseModel):
     """A JSON object of a request. Values of other types are errors: a number is neither true nor "1".
 
@@ -59,6 +69,11 @@ class Body(BaseModel):
 
     others: ClassVar[Others] = {}
     _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Return the schema of the model, whose lists and dicts are left at their first error: they may be long."""
+        return _failing_fast(handler(source))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -98,6 +113,7 @@ def ignored(body: Any, path: str = "") -> Iterator[str]:
             yield from ignored(item, f"{path[:-1]}[].")
 
 
+@cache
 def _names(model: type[Body]) -> set[str]:
     """Return the names of a model's own fields, as clients write them."""
     return {field.alias or name for name, field in model.model_fields.items()}

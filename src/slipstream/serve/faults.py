@@ -6,6 +6,9 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+LONGEST = 2000
+"""The most characters of an error's message."""
+
 
 class ServeError(HTTPException):
     """An error sent to the client, with HTTP `status`; `param` names the field of the request it is about.
@@ -32,6 +35,8 @@ class ServeError(HTTPException):
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return an error as the JSON object that OpenAI's clients expect."""
+    if len(message) > LONGEST:  # it repeats what the client sent
+        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -49,6 +54,18 @@ class WrongKey(ServeError):
     def more_headers(self) -> dict[str, str]:
         """Return the header that names the expected kind of key."""
         return {"WWW-Authenticate": "Bearer"}
+
+
+class WrongHost(ServeError):
+    """The request names a host that is not this server's: a page of another site may have sent it (403)."""
+
+    status, kind, code = 403, "invalid_request_error", "host_not_allowed"
+
+
+class TooSlow(ServeError):
+    """The body of the request did not come in time (408)."""
+
+    status, kind, code = 408, "invalid_request_error", "request_timeout"
 
 
 class NotServed(ServeError):

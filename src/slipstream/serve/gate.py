@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, Unavailable, WrongKey
+from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, TooSlow, Unavailable, WrongHost, WrongKey
 from slipstream.serve.ids import new_id
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
@@ -22,6 +22,12 @@ OPEN = ("/health", "/version", "/", "/page.js", "/page.css")
 
 HEADER_BYTES = 64 << 10
 """The greatest total size of headers that is accepted, names and values together."""
+
+REASON = 300
+"""The most characters of the log's reason for a refusal."""
+
+BODY_SECONDS = 30.0
+"""The longest wait for the next piece of a body."""
 
 
 class AccessLog:
@@ -72,11 +78,16 @@ class Gate:
         try:
             if sum(map(len, (part for pair in scope["headers"] for part in pair))) > HEADER_BYTES:
                 raise HeadersTooLarge(f"the headers are longer than the {HEADER_BYTES} bytes that are taken.")
+            if self.settings.hosts is not None and not self.settings.hosts.allow(headers.get("host", "")):
+                raise WrongHost(
+                    f"{headers['host']!r} is not a host of this server: start it with --allow-host, or keys."
+                )
             state["tenant"] = self._tenant(scope["path"], headers)
             await self.app(scope, self._limited(receive, headers), answer)
         except ServeError as error:
             if status:
                 raise
+            state["refusal"] = error.message
             await _send(error, scope, receive, answer)
         except asyncio.CancelledError:  # the server ends at once; uvicorn alone would answer 500, in plain text
             if status:
@@ -86,6 +97,8 @@ class Gate:
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}
             details = state["call"].log_fields(self.settings.log_prompts) if "call" in state else {}
+            if "refusal" in state:
+                details["error"] = state["refusal"][:REASON]
             self.log.write(**times, **about, tenant=state.get("tenant", ""), **details)
 
     def _tenant(self, path: str, headers: Headers) -> str:
@@ -100,15 +113,18 @@ class Gate:
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
         """Return a `receive` that stops at the limit on bodies. Raises TooLarge, at once for an announced length."""
-        most, read = self.settings.limits.body_bytes, 0
+        most, read, more = self.settings.limits.body_bytes, 0, True
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > most:
             raise TooLarge(f"the body has {announced} bytes, but at most {most} are taken.")
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
+            nonlocal read, more
+            try:
+                message = await asyncio.wait_for(receive(), BODY_SECONDS if more else None)
+            except TimeoutError:
+                raise TooSlow(f"no piece of the body came for {BODY_SECONDS:g} seconds.") from None
+            read, more = read + len(message.get("body", b"")), message.get("more_body", False)
             if read > most:
                 raise TooLarge(f"the body is longer than the {most} bytes that are taken.")
             return message

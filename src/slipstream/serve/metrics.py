@@ -55,12 +55,15 @@ class Metrics:
         """Return all series in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def follow(self, worker: Worker) -> None:
+        """Ask a worker for what runs and waits whenever the series are read."""
+        self.running.set_function(lambda: worker.running)
+        self.waiting.set_function(lambda: worker.waiting)
+
     # ---- called by the worker ----
 
     def on_round(self, round: Round, worker: Worker) -> None:
         """Count a round: its tokens, its seconds by phase and its acceptance by position."""
-        self.running.set(worker.running)
-        self.waiting.set(worker.waiting)
         for phase, seconds in round.seconds.items():
             self.seconds[phase].inc(seconds)
         drafted = [depth for depth in round.draft.depths if depth]

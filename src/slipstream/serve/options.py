@@ -81,6 +81,9 @@ def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:
     """Return the options for the rule and the gamma of a request."""
     chosen = speculation(body)
     options: dict[str, Any] = {"lossless": settings.lossless or bool(chosen.lossless)}
+    if chosen.draft is not None and chosen.draft != settings.draft:
+        runs = f"{settings.draft!r} runs here" if settings.draft else "none runs here"
+        raise BadRequest(f"draft is {chosen.draft!r}, but {runs}: name that one, or none.", "speculative")
     if chosen.gamma is not None:
         options["gamma"] = chosen.gamma
     if chosen.verify is not None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import socket
 import sys
 from contextlib import suppress
+from threading import Timer
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from slipstream.serve.app import create_app
+from slipstream.serve.connections import Connection
 from slipstream.serve.gate import AccessLog
 from slipstream.serve.state import ServerState
+
+GRACE = 0.8
+"""The seconds in which a server ends after the second signal, whatever still runs."""
 
 DIED, NOT_READY = 1, 130
 """The exit codes of a server whose worker failed, and of one that a signal ended before its models were ready."""
@@ -24,7 +31,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, state: ServerState, listener: socket.socket, log: AccessLog) -> None:
         how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
-        super().__init__(uvicorn.Config(create_app(state, log), **how))
+        super().__init__(uvicorn.Config(create_app(state, log), http=Connection, **how))
         self.state, self.listener = state, listener
         state.worker.on_ready, state.worker.on_death = self._say_ready, self._end
 
@@ -36,19 +43,26 @@ class Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
             self.state.worker.halt()
+            last = Timer(GRACE, os._exit, [0])  # threads cannot be stopped, only left behind
+            last.daemon = True
+            last.start()
             return
         self.state.worker.drain()
         self.should_exit = True
         _say("ending: what was begun is finished; once more to end at once.")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close everything, the worker too where the end was forced: uvicorn leaves it running then."""
+        """Close everything. Where the end was forced, clients are told of their texts' end before."""
         await super().shutdown(sockets)
         if self.force_exit:
+            if tasks := self.server_state.tasks:
+                await asyncio.wait(tasks, timeout=GRACE / 2)
             await self.lifespan.shutdown()
 
     def run_to_end(self) -> int:
         """Serve until a signal comes or the worker dies -> the exit code."""
+        gc.collect()
+        gc.freeze()  # a collection stops all threads, the longer the more there is to look at: the models need no look
         self.run(sockets=[self.listener])
         return DIED if self.state.worker.failure is not None else 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.values import whole_number
+from slipstream.serve.hosts import Hosts
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Limits:
     """The limits of one request. Raises ValueError for a limit that is no whole number of at least 1."""
 
     body_bytes: int = 16 << 20
+    values: int = 1 << 18
     prompts: int = 128
     samples: int = 32
     logprobs: int = 20
@@ -57,7 +59,7 @@ class ServeSettings:
     of its tenant; one must be sent (empty: no key is required). `max_queue` requests may wait besides those that run.
     `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts and answers to the
     access log, which omits them otherwise. Images are fetched from `image_hosts` (names, or name:port) and from nowhere
-    else.
+    else. Requests may name one of the `hosts` in the header `Host` (None: any). `draft` is the draft that runs.
     """
 
     names: tuple[str, ...]
@@ -67,6 +69,8 @@ class ServeSettings:
     log_prompts: bool = False
     limits: Limits = field(default_factory=Limits)
     image_hosts: tuple[str, ...] = ()
+    hosts: Hosts | None = None
+    draft: str | None = None
 
     def __post_init__(self) -> None:
         whole_number("max_queue", self.max_queue, 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from slipstream.core.stats import Stats
@@ -17,13 +17,14 @@ from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Prompt
+from slipstream.engine.text_limit import TextLimit
 from slipstream.serve import answers
-from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.faults import BadRequest, NotServed, ServeError
+from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.settings import Capacity, ServeSettings
-from slipstream.serve.worker import Worker
+from slipstream.serve.worker import Ticket, Worker
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
@@ -38,6 +39,9 @@ FIELDS = {
 LONGEST = 4096
 """The most tokens of an answer without a limit of its own, where the target has no limit either."""
 
+LONGEST_PROMPT = 1 << 17
+"""The most tokens of a text that is tokenized, where the target has no limit."""
+
 
 @dataclass
 class ServerState:
@@ -48,13 +52,18 @@ class ServerState:
     metrics: Metrics
     draft: str | None
     started: int
+    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))  # of heavy bodies
+    heavy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # see `off_loop`
 
     @staticmethod
     def new(engine: Engine, settings: ServeSettings, room: Capacity, draft: str | None) -> ServerState:
         """Make the state of a server that starts now, from an engine, the settings and the name of its draft."""
+        if engine.text_limit is None:
+            engine.text_limit = TextLimit.of(engine.tokenizer, LONGEST_PROMPT)
         metrics = Metrics(settings.names[0])
         worker = Worker(engine, room, settings.max_queue, [metrics])
-        return ServerState(worker, settings, metrics, draft, int(time()))
+        metrics.follow(worker)
+        return ServerState(worker, replace(settings, draft=draft), metrics, draft, int(time()))
 
     @property
     def engine(self) -> Engine:
@@ -79,11 +88,6 @@ class ServerState:
         """Raise NotServed for the name of another model."""
         if name is not None and name not in self.settings.names:
             raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
-
-    def admit(self, request: Request, body: Addressed) -> None:
-        """Note a body's fields without effect, which the answer will name. Raises NotServed for another model."""
-        request.state.ignored = [*ignored(body)]
-        self.check_model(body.model)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -125,15 +129,20 @@ class ServerState:
         refused.
         """
         self.worker.check()
+        texts, most = len(prompts) * (options.get("n") or 1), self.settings.max_queue
+        if texts > most:
+            raise BadRequest(f"the request asks for {texts} texts, but only {most} may wait: ask for fewer.", "n")
         try:
-            job = await run_in_threadpool(self.engine.prepare, prompts, options, shared=True)
-            tickets = self.worker.submit(job.generations)
+            tickets = await off_loop(request, self._submit, prompts, options)
         except ServeError:
             raise
         except (ValueError, TypeError) as error:
             raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
         request.state.call = call = Call(tickets, options.get("n") or 1)
         return call
+
+    def _submit(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> list[Ticket]:
+        return self.worker.submit(self.engine.prepare(prompts, options, shared=True).generations)
 
     async def search(
         self, request: Request, prompts: Sequence[Prompt], options: dict[str, Any], field: str
@@ -145,7 +154,7 @@ class ServerState:
         """
         self.worker.check()
         try:
-            job = await run_in_threadpool(self.engine.prepare, prompts, options)
+            job = await off_loop(request, self.engine.prepare, prompts, options)
             search = self.worker.submit_search(BeamTexts(job, memory=self.worker.room.memory))
             request.state.call = SearchCall(search, self.engine)
             return await search.found

@@ -133,11 +133,11 @@ class Search:
             return ["error"] * len(self.completions)
         return ["abort" if one.finish_reason == "interrupted" else one.finish_reason for one in self.completions]
 
-    def run(self) -> None:
-        """Search in the worker's thread, until it ends, fails or is cancelled."""
+    def run(self, wanted: Callable[[], bool]) -> None:
+        """Search in the worker's thread while it is wanted, until it ends, fails or is cancelled."""
         self.times.started = monotonic()
         try:
-            self.texts.play(wanted=lambda: not self.found.done())
+            self.texts.play(wanted=lambda: wanted() and not self.found.done())
         except Exception as error:  # of this search alone: the models are as they were
             self.error = error
         self.times.last = monotonic()
@@ -158,8 +158,9 @@ class Search:
 class Worker:
     """Runs an engine in a thread of its own, for requests that come from an event loop.
 
-    `submit` and `cancel` are called in the event loop; only the thread touches the models. `on_death` is called
-    in the event loop if the thread ends by an error, `on_ready` as soon as requests can be taken.
+    Only the thread touches the models. `submit` may be called in any other one, since it takes its time for many texts;
+    all else is called in the event loop. `on_death` is called there if the thread ends by an error, `on_ready` as soon
+    as requests can be taken.
     """
 
     def __init__(self, engine: Engine, room: Capacity, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
@@ -171,7 +172,7 @@ class Worker:
         self._tickets: dict[int, Ticket] = {}  # tickets of requests that have not ended, by the index of the row
         self._searches: deque[Search] = deque()
         self._searching = False
-        self._numbers = count()
+        self._numbers, self._submitting = count(), threading.Lock()
         self._scheduler = self._new_scheduler()
         self._wake, self._ending, self._draining = threading.Event(), False, False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -189,17 +190,18 @@ class Worker:
 
         Raises QueueFull, Unavailable, or ValueError if the target cannot take a request; then none is queued.
         """
-        self.check()
-        if self.waiting + len(generations) > self.max_queue:
-            raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
         for generation in generations:
             self._scheduler.check(generation.request)
         now, deliveries = monotonic(), asyncio.Queue[Delivery]()
         tickets = [Ticket(each, place, self, Times(now), deliveries) for place, each in enumerate(generations)]
-        for ticket in tickets:
-            number = next(self._numbers)
-            self._tickets[number] = ticket  # before `add`, since the thread may run the row at once
-            ticket.generation.row = self._scheduler.add(ticket.generation.request, number)
+        with self._submitting:
+            self.check()
+            if self.waiting + len(tickets) > self.max_queue:
+                raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
+            for ticket in tickets:
+                number = next(self._numbers)
+                self._tickets[number] = ticket  # before `add`, since the thread may run the row at once
+                ticket.generation.row = self._scheduler.add(ticket.generation.request, number)
         self._wake.set()
         return tickets
 
@@ -302,7 +304,7 @@ class Worker:
         while self._searches and self._scheduler.idle and not self._ending:
             search = self._searches.popleft()
             self._searching = True
-            search.run()
+            search.run(lambda: not self._ending)
             self._searching = False
             for listener in self.listeners:
                 listener.on_search(search, monotonic())

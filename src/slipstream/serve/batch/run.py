@@ -25,7 +25,7 @@ ENDED = 503
 
 def batch_settings(names: tuple[str, ...], lossless: bool) -> ServeSettings:
     """Return the settings of an application that only answers a batch: only memory limits it."""
-    limits = Limits(body_bytes=1 << 30, samples=1 << 16)
+    limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)
     return ServeSettings(names, max_queue=1 << 30, lossless=lossless, limits=limits)
 
 

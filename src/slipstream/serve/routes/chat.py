@@ -15,6 +15,7 @@ from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint, tool_constraint
+from slipstream.serve.json_route import JsonRoute, off_loop
 from slipstream.serve.logprobs import for_chat
 from slipstream.serve.media import with_open_media
 from slipstream.serve.options import engine_options, speculation
@@ -24,7 +25,7 @@ from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import LAST, EventStream, event
 from slipstream.serve.tools import Tools, as_message, joined
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 BEGIN = answers.Delta(role="assistant", content="")
 """The first chunk of an answer, sent with its first token.
@@ -39,17 +40,22 @@ OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     state = state_of(request)
-    state.admit(request, body)
+    state.check_model(body.model)
     tools = Tools.of(body, state)
     options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
-    messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
-    messages = await run_in_threadpool(with_open_media, messages, state)
+    messages = await off_loop(request, _messages, body, state)
     chat = Chat(messages, tools.for_template(), _variables(body, state, request))
     call = await state.call(request, [chat], options, "messages")
     answer = _Answer(state, body, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
+
+
+def _messages(body: ChatRequest, state: ServerState) -> list[dict[str, Any]]:
+    """Return the messages as chat templates take them, with their images and sounds opened."""
+    messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
+    return with_open_media(messages, state)
 
 
 def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:

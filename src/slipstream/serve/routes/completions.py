@@ -14,6 +14,7 @@ from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint
+from slipstream.serve.json_route import JsonRoute
 from slipstream.serve.logprobs import for_text
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
@@ -33,7 +34,7 @@ from slipstream.serve.stream import LAST, EventStream, event
 DEFAULT_TOKENS = 16
 """The default length of a completion in tokens, as in OpenAI's interface."""
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 OUTCOMES = {**ERRORS, 200: streams(answers.CompletionAnswer)}
 
@@ -46,7 +47,7 @@ OUTCOMES = {**ERRORS, 200: streams(answers.CompletionAnswer)}
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state = state_of(request)
-    state.admit(request, body)
+    state.check_model(body.model)
     refuse_beam_fields(body)
     if body.use_beam_search:
         return answered(await unless_gone(request, _searched(state, body, request)))

@@ -9,13 +9,14 @@ from starlette.concurrency import run_in_threadpool
 from slipstream.engine.requests import Chat
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest, NotServed
+from slipstream.serve.json_route import JsonRoute, off_loop
 from slipstream.serve.media import with_open_media
 from slipstream.serve.output import ERRORS, answered
 from slipstream.serve.schema import DetokenizeRequest, TokenizeRequest
 from slipstream.serve.state import ServerState, state_of
 from slipstream.version import __version__
 
-router = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"], route_class=JsonRoute)
 
 
 @router.get("/health", responses={503: ERRORS[503]}, response_model=answers.Health)
@@ -64,10 +65,15 @@ async def metrics(request: Request) -> Response:
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the tokens of a text, or of a chat in the model's chat template."""
     state = state_of(request)
-    state.admit(request, body)
+    state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("give either prompt or messages.", "prompt")
-    tokens = await run_in_threadpool(_tokens, state, body)
+    return await off_loop(request, _tokenized, state, body)
+
+
+def _tokenized(state: ServerState, body: TokenizeRequest) -> Response:
+    """Return the tokens of a text, or of a chat in the chat template. Raises BadRequest."""
+    tokens = _tokens(state, body)
     strings = [state.spell(token) for token in tokens] if body.return_token_strs else None
     context = state.engine.decoder.target.context
     return answered(answers.Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings))
@@ -75,24 +81,27 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
     """Return the token ids of a text, or of a chat in the chat template. Raises BadRequest."""
-    if body.messages is None:
-        return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
-    messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)
+    limit = state.engine.text_limit
     try:
+        if body.messages is None:
+            if limit is not None:
+                limit.check(body.prompt, "prompt")
+            return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+        messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)
         return list(state.engine.encode(Chat(messages)))
     except ValueError as error:
-        raise BadRequest(str(error), "messages") from None
+        raise BadRequest(str(error), "prompt" if body.messages is None else "messages") from None
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of tokens, with special ones."""
     state = state_of(request)
-    state.admit(request, body)
+    state.check_model(body.model)
     vocabulary = state.engine.decoder.target.vocab
-    if any(token >= vocabulary for token in body.tokens):
+    if max(body.tokens, default=0) >= vocabulary:
         raise BadRequest(f"tokens holds an id that the model does not know: it knows 0..{vocabulary - 1}.", "tokens")
-    text = await run_in_threadpool(state.engine.tokenizer.decode, body.tokens)
+    text = await off_loop(request, state.engine.tokenizer.decode, body.tokens)
     return answered(answers.Detokenized(prompt=text))
 
 

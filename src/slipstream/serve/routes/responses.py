@@ -12,6 +12,7 @@ from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Chat
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.grammars import constraint
+from slipstream.serve.json_route import JsonRoute
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.response_answers import (
@@ -27,7 +28,7 @@ from slipstream.serve.schema import Decoding, JsonSchema, ResponseFormat, Respon
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import EventStream, event
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
 
@@ -36,7 +37,7 @@ OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a chat."""
     state = state_of(request)
-    state.admit(request, body)
+    state.check_model(body.model)
     options = engine_options(_decoding(body), state.settings, tenant_of(request))
     options["max_new_tokens"] = body.max_output_tokens or state.longest
     options |= await run_in_threadpool(constraint, _decoding(body), state)
