@@ -54,7 +54,15 @@ LEVELS: dict[str, int] = {
     "reproduction": 12,
 }
 
-PURE = {"theory", "text.jsontext", "text.answers", "core.values", "engine.plan_file", "plan.from_figures"}
+PURE = {
+    "theory",
+    "text.jsontext",
+    "text.answers",
+    "core.values",
+    "core.options",
+    "engine.plan_file",
+    "plan.from_figures",
+}
 PURE |= {"plan.predict"}
 """Files without any third party."""
 ANYWHERE = ("*",)

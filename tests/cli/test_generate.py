@@ -310,7 +310,7 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["generate", "x", "--top-p", "2"], "Invalid value for '--top-p'"),
         (["generate", "x", "--top-p", "0"], "top_p=0.0 is not possible"),
         (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty=0.0 is not possible"),
-        (["generate", "x", "--presence-penalty", "nan"], "--presence-penalty nan is not a finite number."),
+        (["generate", "x", "--presence-penalty", "nan"], "presence_penalty=nan is not possible: it must be a number"),
         (["generate", "x", "--dtype", "int3"], "Invalid value for '--dtype': 'int3' is not one of 'auto'"),
         (["generate", "x", "--seed"], "Option '--seed' requires an argument."),
         (["generate", "x", "--stop", ""], "--stop is empty"),
@@ -318,7 +318,10 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["generate", "x", "--logit-bias", "5=nan"], "logit_bias={5: nan} is not possible"),
         (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names the token 5 twice"),
         (["generate", "x", "--logprobs", "1"], "--logprobs are written as JSON only: add --json, or --out FILE."),
-        (["generate", "x", "--max-time", "0"], "max_time=0.0 is not possible: it is a number of seconds, above 0."),
+        (
+            ["generate", "x", "--max-time", "0"],
+            "max_time=0.0 is not possible: it must be a number of seconds, above 0.",
+        ),
         (["generate", "x", "--n", "0"], "Invalid value for '--n'"),
         (["chat", "--raw", "--system", "x"], "--system and --raw exclude each other"),
         (["chat", "--target", "no/such-model"], "cannot load the model 'no/such-model'"),
@@ -436,6 +439,8 @@ def test_defaults(engine: Recorder) -> None:
         "frequency_penalty": 0.0,
         "no_repeat_ngram_size": 0,
         "min_new_tokens": 0,
+        "ignore_eos": False,
+        "num_beams": 1,
     }
 
 
@@ -445,7 +450,7 @@ def test_every_option_arrives(engine: Recorder) -> None:
     sampling = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --typical-p 0.8 --seed 7 --max-new-tokens 9"
     penalties = "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty -0.3"
     ends = "--stop-token-ids 3 --stop-token-id 4 --min-tokens 2 --max-time 1.5 --no-repeat-ngram-size 3"
-    biases = "--logit-bias 42=-inf --logit-bias 7=1.5 --logprobs 2 --echo --json"
+    biases = "--logit-bias 42=-inf --logit-bias 7=1.5 --logprobs 2 --echo --json --ignore-eos --bad-words no"
     stops = ["--stop", r"\n\n", "--stop", r"a\\n\t", "--stop", "é\\"]
     more = [*models.split(), *rules.split(), *sampling.split(), *penalties.split(), *ends.split(), *biases.split()]
     result = run("generate", "x", *more, *stops)
@@ -474,6 +479,9 @@ def test_every_option_arrives(engine: Recorder) -> None:
         "max_time": 1.5,
         "logprobs": 2,
         "echo": True,
+        "bad_words": ["no"],
+        "ignore_eos": True,
+        "num_beams": 1,
     }
 
 

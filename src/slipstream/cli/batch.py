@@ -25,14 +25,13 @@ from slipstream.cli.options import (
     Lossless,
     PlanFile,
     ReportJson,
-    Samples,
-    SamplingOptions,
     Target,
     TargetOptions,
     Task,
     ThreadOptions,
     Tree,
     Verify,
+    grouped,
     option,
     with_options,
     written_parameters,
@@ -51,6 +50,7 @@ from slipstream.cli.serve import (
     served_models,
 )
 from slipstream.cli.settings import call_options, read_form
+from slipstream.core.options import REQUEST_FIELDS
 from slipstream.files import TextFileKind, check_writable
 from slipstream.text.jsontext import json_text
 
@@ -77,9 +77,6 @@ Actors = Annotated[
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts that are texts in the target's chat template.")]
 
-FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""The command's options whose fields in a request are called differently -> those fields."""
-
 FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """The fields of `structured_outputs` for the methods of `Grammars`."""
 
@@ -88,7 +85,7 @@ LAW = ("target", "dtype", "encoder_dtype", "task", "plan", "quantize", "chat", "
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, SamplingOptions, FormOptions)
+@with_options(TargetOptions, ThreadOptions, grouped("sampling", "samples"), FormOptions)
 def batch(
     context: typer.Context,
     file: File,
@@ -105,7 +102,6 @@ def batch(
     dtype: Dtype = "auto",
     device: Device = None,
     compile: Compile = False,
-    n: Samples = 1,
     names: Names = None,
     chat_template: ChatTemplate = None,
     max_rows: MaxRows = 16,
@@ -204,9 +200,8 @@ def _defaults(context: typer.Context) -> Defaults:
     from slipstream.serve.batch.lines import Defaults
 
     params, written = context.params, written_parameters(context)
-    options = {FIELDS.get(name, name): value for name, value in call_options(params).items() if name in written}
-    seed = params["seed"]
-    body = {name: value for name, value in options.items() if name not in ("seed", "lossless")}
+    options = {name: value for name, value in call_options(params).items() if name in written and name != "seed"}
+    body = {field: options[name] for name, field in REQUEST_FIELDS.items() if name in options}
     if biases := body.get("logit_bias"):
         body["logit_bias"] = {str(token): max(bias, -100.0) for token, bias in biases.items()}  # as servers write it
     if form := read_form(params):
@@ -214,7 +209,7 @@ def _defaults(context: typer.Context) -> Defaults:
     if "verify" in written:
         body["speculative"] = {"verify": params["verify"]}
     plain = {"temperature": params["temperature"], "max_tokens": params["max_new_tokens"]}
-    return Defaults(body, plain, seed)
+    return Defaults(body, plain, params["seed"])
 
 
 def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lines: list[BatchLine]) -> dict[str, str]:

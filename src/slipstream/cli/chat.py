@@ -23,12 +23,12 @@ from slipstream.cli.options import (
     Gamma,
     Lossless,
     Plain,
-    SamplingOptions,
     Target,
     TargetOptions,
     ThreadOptions,
     Tree,
     Verify,
+    grouped,
     option,
     placed,
     shaped,
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, SamplingOptions)
+@with_options(TargetOptions, ThreadOptions, grouped("sampling"))
 def chat(
     context: typer.Context,
     target: Target = None,

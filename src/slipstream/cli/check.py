@@ -18,26 +18,21 @@ from slipstream.cli.options import (
     Draft,
     Dtype,
     File,
-    FrequencyPenalty,
     Gamma,
-    MinP,
-    PresencePenalty,
     Prompts,
-    RepetitionPenalty,
     ReportJson,
     Target,
     TargetOptions,
     Task,
     ThreadOptions,
-    TopK,
-    TopP,
     Tree,
-    TypicalP,
     Verify,
+    options_of,
     placed,
     shaped,
     with_options,
 )
+from slipstream.core.options import SHAPES
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
@@ -58,7 +53,7 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", 
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions)
+@with_options(TargetOptions, ThreadOptions, options_of(SHAPES))
 def check(
     context: typer.Context,
     prompts: Prompts = None,
@@ -77,13 +72,6 @@ def check(
     max_new_tokens: MaxNewTokens = 64,
     samples: Samples = 1500,
     temperature: Temperature = None,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    typical_p: TypicalP = 1.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
     as_json: ReportJson = False,
 ) -> None:

@@ -19,13 +19,12 @@ from slipstream.cli.options import (
     Dtype,
     File,
     Force,
-    MaxNewTokens,
     Prompts,
     Quantize,
     ReportJson,
-    Seed,
     Target,
     ThreadOptions,
+    options_of,
     with_options,
 )
 from slipstream.files import check_writable
@@ -38,7 +37,9 @@ if TYPE_CHECKING:
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """The numbers of most frequent tokens whose share of the text is reported."""
 
-Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the texts that are written; 0 is greedy.")]
+WRITING = ("max_new_tokens", "temperature", "seed")
+"""The options of the texts that are written."""
+
 Out = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="The counts. Without: kept for this target, so that draft_vocab=N finds them."),
@@ -66,8 +67,9 @@ class CountReport:
 
 
 @commands.command("vocabulary")
-@with_options(ThreadOptions)
+@with_options(ThreadOptions, options_of(WRITING, temperature=1.0))
 def count(
+    context: typer.Context,
     prompts: Prompts = None,
     file: File = None,
     chat: Chat = False,
@@ -75,9 +77,6 @@ def count(
     target: Target = None,
     draft: Draft = None,
     quantize: Quantize = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 1.0,
-    seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 8,
@@ -100,9 +99,9 @@ def count(
     with busy(console(stderr=True), "loading"):
         source, exact = embedded(target, dtype)
         engine = load(source, draft, dtype=exact, device=device, batch_size=batch_size, quantize=quantize)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {name: context.params[name] for name in WRITING}
     try:
-        with progress(console(stderr=True), len(items), max_new_tokens) as on_round:
+        with progress(console(stderr=True), len(items), options["max_new_tokens"]) as on_round:
             completions = engine.generate([item.prompt for item in items], on_round=on_round, **options)
     except (Interrupted, KeyboardInterrupt):
         say("interrupted: no counts were written.")

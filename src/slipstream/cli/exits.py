@@ -14,12 +14,11 @@ from slipstream.cli.options import (
     Device,
     Dtype,
     File,
-    MaxNewTokens,
     Prompts,
     ReportJson,
-    Seed,
     Target,
     ThreadOptions,
+    options_of,
     with_options,
 )
 from slipstream.text.jsontext import json_text
@@ -30,22 +29,19 @@ if TYPE_CHECKING:
 
 
 Gamma = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted per round while every choice is tried.")]
-Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="0 is greedy.")]
 First = Annotated[bool, typer.Option("--first", help="Only exits after the first layers, no sets with skipped ones.")]
 
 
 @app.command()
-@with_options(ThreadOptions)
+@with_options(ThreadOptions, options_of(["max_new_tokens", "temperature", "seed"], max_new_tokens=64))
 def exits(
+    context: typer.Context,
     prompts: Prompts = None,
     file: File = None,
     chat: Chat = False,
     target: Target = None,
     gamma: Gamma = 3,
     first: First = False,
-    max_new_tokens: MaxNewTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = None,
     batch_size: BatchSize = 1,
@@ -65,12 +61,13 @@ def exits(
     from slipstream.plan.layers import first_layers, search_exit
 
     items = sound(gather(prompts or [], file, chat)) if prompts or file else []
-    sampler = Sampling(temperature=temperature)
+    most, seed = context.params["max_new_tokens"], context.params["seed"]
+    sampler = Sampling(temperature=context.params["temperature"])
     with busy(console(stderr=True), "loading"):
         source, exact = embedded(target, dtype)
         engine = load(source, dtype=exact, device=device, batch_size=batch_size)
     ids = [engine.encode(item.prompt) for item in items] or [engine.encode(prompt) for prompt in PROMPTS]
-    requests = [request_for(one, sampler, max_new_tokens, eos=engine.eos, seed=seed) for one in ids]
+    requests = [request_for(one, sampler, most, eos=engine.eos, seed=seed) for one in ids]
     scorer = engine.decoder.target
     assert isinstance(scorer, HasModel)
     screen = console(stderr=True)

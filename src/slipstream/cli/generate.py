@@ -17,13 +17,11 @@ from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
     Audio,
     BatchSize,
-    BeamOptions,
     Chat,
     Compile,
     Device,
     Draft,
     Dtype,
-    Echo,
     ExactShape,
     Explain,
     File,
@@ -32,7 +30,6 @@ from slipstream.cli.options import (
     Gamma,
     Image,
     Json,
-    Logprobs,
     Lossless,
     Out,
     Plain,
@@ -40,8 +37,6 @@ from slipstream.cli.options import (
     Profile,
     Prompts,
     Resume,
-    Samples,
-    SamplingOptions,
     Stream,
     Target,
     TargetOptions,
@@ -49,12 +44,14 @@ from slipstream.cli.options import (
     ThreadOptions,
     Tree,
     Verify,
+    grouped,
     placed,
     shaped,
     with_options,
 )
 from slipstream.cli.settings import answer_as_dict, call_options, read_form
 from slipstream.cli.work import Work
+from slipstream.core.options import OPTIONS
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import Explanation
 from slipstream.engine.plan_file import Plan
@@ -67,20 +64,12 @@ if TYPE_CHECKING:
     from slipstream.engine.generation import Completion, Piece
 
 
-class SampleOptions:
-    """The option for the number of samples per prompt."""
-
-    n: Samples = 1
-
-
 class OutputOptions:
     """The options for the form and the destination of the output."""
 
     stream: Stream = False
     explain: Explain = False
     profile: Profile = False
-    logprobs: Logprobs = None
-    echo: Echo = False
     as_json: Json = False
     out: Out = None
     resume: Resume = False
@@ -88,7 +77,9 @@ class OutputOptions:
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, SamplingOptions, FormOptions, SampleOptions, BeamOptions, OutputOptions)
+@with_options(
+    TargetOptions, ThreadOptions, grouped("sampling"), FormOptions, grouped("samples", "beams", "output"), OutputOptions
+)
 def generate(
     context: typer.Context,
     prompts: Prompts = None,
@@ -152,7 +143,7 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
             say(f"{item.where}: {item.error}")
     if params["out"] is not None:
         # A resumed run compares the settings, and of every prompt the text or the error.
-        settings = digest({**{name: params[name] for name in LAW}, **read_form(params)})
+        settings = digest({**{name: params.get(name) for name in LAW}, **read_form(params)})
         digests = [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
         answers = open_answers(params["out"], digests, params["resume"], params["force"])
         with closing(answers.stream):
@@ -309,13 +300,8 @@ def _check_output(params: dict[str, Any]) -> None:
     check_writable(out, TextFileKind("file of answers", '"digests"'), True, [] if file is None else [file])
 
 
-# The settings that determine the law of the answers; draft, batch size and device do not change it.
-LAW = (
-    *("target", "task", "chat", "dtype", "encoder_dtype", "quantize", "verify", "plan", "max_new_tokens", "seed"),
-    *("stop", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "no_repeat_ngram_size", "logit_bias", "stop_token_ids", "min_new_tokens", "max_time"),
-    *("n", "logprobs", "echo", "num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
-)
+# What determines the answers; draft, batch size and device do not.
+LAW = ("target", "task", "chat", "dtype", "encoder_dtype", "quantize", "verify", "plan", *(OPTIONS.keys() - {"plain"}))
 
 
 def _begin(work: Work, item: Item) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Collection
 from functools import partial, wraps
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli.ranks import on_ranks
+from slipstream.core.options import OPTIONS, WHEN
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
@@ -134,48 +136,6 @@ Threads = Annotated[
 ]
 BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
 Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
-MaxNewTokens = Annotated[int, _option(SAMPLING, "N", "Most tokens of a completion (or --max-tokens).", min=1)]
-Temperature = Annotated[float, _option(SAMPLING, "X", "0 is greedy.", min=0.0)]
-TopK = Annotated[int, _option(SAMPLING, "N", "Only the N most probable tokens; 0 is off.", min=0)]
-TopP = Annotated[float, _option(SAMPLING, "X", "Only the smallest set this probable; 1 is off.", min=0.0, max=1.0)]
-MinP = Annotated[
-    float, _option(SAMPLING, "X", "Only tokens X times as likely as the best; 0 is off.", min=0.0, max=1.0)
-]
-TypicalP = Annotated[float, _option(SAMPLING, "X", "Locally typical sampling; 1 is off.", min=0.0, max=1.0)]
-RepetitionPenalty = Annotated[float, _option(SAMPLING, "X", "On tokens of prompt and output; 1 is off.")]
-PresencePenalty = Annotated[float, _option(SAMPLING, "X", "Once on tokens of the output; 0 is off.")]
-FrequencyPenalty = Annotated[float, _option(SAMPLING, "X", "On each appearance in the output; 0 is off.")]
-Seed = Annotated[int, _option(SAMPLING, "N", "Same seed, same text, no matter what else runs.", min=0)]
-Stop = Annotated[list[str] | None, _option(SAMPLING, "TEXT", r"End before this text (\n, \t work). Repeatable.")]
-StopTokenIds = Annotated[
-    list[int] | None, _option(SAMPLING, "ID", "End at this token, as at an EOS token. Repeatable.", min=0)
-]
-MinNewTokens = Annotated[int, _option(SAMPLING, "N", "No end before so many tokens (or --min-tokens).", min=0)]
-NoRepeatNgramSize = Annotated[int, _option(SAMPLING, "N", "No N tokens in a row appear twice; 0 is off.", min=0)]
-LogitBias = Annotated[
-    list[str] | None, _option(SAMPLING, "ID=BIAS", "Add to the logit of a token; -inf forbids it. Repeatable.")
-]
-MaxTime = Annotated[
-    float | None, _option(SAMPLING, "SECONDS", "End a text after so long; its length then depends on the clock.")
-]
-Samples = Annotated[int, _option(SAMPLING, "N", "Samples of each prompt.", "--n", min=1)]
-NumBeams = Annotated[
-    int | None, _option(SAMPLING, "N", "Beam search as in transformers; --temperature samples the beams.", min=1)
-]
-LengthPenalty = Annotated[
-    float | None, _option(SAMPLING, "X", "Of beams: scores are divided by length^X (1); above 0 favours long texts.")
-]
-EarlyStopping = Annotated[
-    Literal["true", "false", "never"] | None,
-    _option(SAMPLING, "WHEN", "Of beams: true ends when enough have finished, false (default) when hope is small."),
-]
-NumReturnSequences = Annotated[
-    int | None, _option(SAMPLING, "N", "Of beams: texts for each prompt, the best first.", min=1)
-]
-Logprobs = Annotated[
-    int | None, _option(OUTPUT, "K", "In JSON: logprobs of each token, and of the K most probable ones.", min=0)
-]
-Echo = Annotated[bool, _option(OUTPUT, None, "Begin the text of an answer with its prompt, in JSON too.", "--echo")]
 JsonSchemaFile = Annotated[
     Path | None, _option(SAMPLING, "FILE", "Answers are JSON by the schema in this file.", "--json-schema")
 ]
@@ -214,25 +174,38 @@ Force = Annotated[
 ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
 
 
-class SamplingOptions:
-    """The sampling options of all commands that generate text, with their defaults."""
+KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, ""),
+    int: (int, "N"),
+    float: (float, "X"),
+    list[str]: (list[str], "TEXT"),
+    list[int]: (list[int], "ID"),
+    dict[int, float]: (list[str], "ID=BIAS"),
+    WHEN: (Literal["true", "false", "never"], "WHEN"),
+}
+"""The kinds of options of a call -> their types on the command line, and what stands for a value in the help."""
 
-    max_new_tokens: MaxNewTokens = 128
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    typical_p: TypicalP = 1.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    no_repeat_ngram_size: NoRepeatNgramSize = 0
-    logit_bias: LogitBias = None
-    seed: Seed = 0
-    stop: Stop = None
-    stop_token_ids: StopTokenIds = None
-    min_new_tokens: MinNewTokens = 0
-    max_time: MaxTime = None
+
+def options_of(names: Collection[str], **defaults: Any) -> type:
+    """Return a group of options for `with_options`: those options of a call, with their own defaults or these."""
+    kinds, values = dict[str, Any](), dict[str, Any]()
+    for each in (OPTIONS[name] for name in names):
+        kind, metavar = KINDS[each.kind]
+        repeated = " Repeatable." if kind in (list[str], list[int]) else ""
+        also = f" Or --{each.field.replace('_', '-')}." if each.field not in (each.name, None) else ""
+        flags = ("--" + each.name.replace("_", "-"),) if kind is bool or len(each.name) == 1 else ()
+        bounds = {"min": each.possible.least, "max": each.possible.most} if each.is_number else {}
+        limits = {name: kind(bound) for name, bound in bounds.items() if math.isfinite(bound)}
+        panel = OUTPUT if each.group == "output" else SAMPLING
+        made = _option(panel, metavar or None, f"{each.help}{repeated}{also}", *flags, **limits)
+        values[each.name] = defaults.get(each.name, each.default or None if repeated else each.default)
+        kinds[each.name] = Annotated[kind | None if values[each.name] is None else kind, made]
+    return type("CallOptions", (), {"__annotations__": kinds, **values})
+
+
+def grouped(*groups: str) -> type:
+    """Return the options of a call that commands take together, for `with_options`."""
+    return options_of([name for name, each in OPTIONS.items() if each.group in groups])
 
 
 class ThreadOptions:
@@ -260,15 +233,6 @@ class FormOptions:
     lark_file: LarkFile = None
 
 
-class BeamOptions:
-    """The options of beam search, which replaces sampling."""
-
-    num_beams: NumBeams = None
-    length_penalty: LengthPenalty = None
-    early_stopping: EarlyStopping = None
-    num_return_sequences: NumReturnSequences = None
-
-
 def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds the options of `groups` to a command, whose values are in `context.params`."""
 
@@ -291,6 +255,7 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
             for group in groups
             for name, kind in get_type_hints(group, include_extras=True).items()
+            if name not in own
         ]
         parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()), *added]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

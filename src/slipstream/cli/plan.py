@@ -23,21 +23,19 @@ from slipstream.cli.options import (
     Force,
     Prompts,
     Quantize,
-    Seed,
     Target,
     Task,
-    Temperature,
     ThreadOptions,
-    TopK,
-    TopP,
     Verify,
     option,
+    options_of,
     refuse_others,
     with_options,
     written_parameters,
 )
 from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures, plan_table
 from slipstream.cli.plan_fleet import FleetOptions, show_fleets
+from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
@@ -78,7 +76,7 @@ Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON obj
 
 
 @app.command()
-@with_options(FigureOptions, FleetOptions, ThreadOptions)
+@with_options(FigureOptions, FleetOptions, ThreadOptions, options_of([*SHAPES, "seed"]))
 def plan(
     context: typer.Context,
     prompts: Prompts = None,
@@ -94,12 +92,8 @@ def plan(
     compile: Compile = False,
     quantize: Quantize = None,
     task: Task = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
     max_new_tokens: NewTokens = None,
     sample: Sample = None,
-    seed: Seed = 0,
     repetitions: Repetitions = None,
     quick: Quick = False,
     network_ms: NetworkMs = None,
@@ -184,7 +178,7 @@ def _settings(params: dict[str, Any]) -> Any:
     from slipstream.decoding.sampling import Sampling
     from slipstream.plan.planner import PlanSettings
 
-    sampling = Sampling(**{name: params[name] for name in ("temperature", "top_k", "top_p")})
+    sampling = Sampling(**{name: params[name] for name in SHAPES})
     chosen: dict[str, Any] = dict(QUICK) if params["quick"] else {}
     for name in ("max_new_tokens", "repetitions"):
         chosen |= {name: params[name]} if params[name] else {}

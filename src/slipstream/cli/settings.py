@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.app import flag, say
+from slipstream.core.options import OPTIONS
 
 if TYPE_CHECKING:
     from slipstream.engine.generation import Completion
-
-BEAMS = ("num_beams", "length_penalty", "early_stopping", "num_return_sequences")
-LIMITS = ("seed", "plain", "max_new_tokens", "lossless", "n", "logprobs", "echo", "max_time", *BEAMS)
-"""The options of a call that are not settings of sampling, under the names of the parameters."""
 
 EARLY = {"true": True, "false": False}
 """The values of `--early-stopping` that are not names."""
@@ -27,33 +23,21 @@ def call_options(params: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for impossible values.
     """
+    from slipstream.decoding.sampling import WARPS, Sampling
     from slipstream.engine.options import read_options
 
-    options = {**_sampling(params), **{name: params[name] for name in LIMITS if params.get(name) is not None}}
-    options["stop"] = [_unescape(text) for text in params["stop"] or ()]
-    if params["stop_token_ids"]:
-        options["stop_token_ids"] = list(params["stop_token_ids"])
+    options = {name: params[name] for name in OPTIONS if params.get(name) not in (None, (), [])}
+    options["stop"] = [_unescape(text) for text in options.get("stop", ())]
+    if "logit_bias" in options:
+        options["logit_bias"] = _biases(options["logit_bias"])
     if options.get("early_stopping") in EARLY:
         options["early_stopping"] = EARLY[options["early_stopping"]]
-    read_options(options)
-    return options
-
-
-def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a command that are settings of `Sampling`. Raises ValueError for impossible values."""
-    from slipstream.decoding.sampling import Sampling
-
-    off = {field.name: field.default for field in fields(Sampling) if field.name in params}
-    settings = {name: params[name] for name in off if name != "logit_bias"}
-    for name, value in settings.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{flag(name)} {value} is not a finite number.")
-    idle = [flag(name) for name in ("top_k", "top_p", "min_p", "typical_p") if settings[name] != off[name]]
-    if params["logit_bias"]:
-        settings["logit_bias"] = _biases(params["logit_bias"])
-    if Sampling(**settings).greedy and idle:
+    settings = read_options(options)[1]
+    sampling = Sampling(**{name: value for name, value in settings.items() if name != "bad_words"})  # still texts
+    idle = [flag(name) for name in WARPS if settings[name] != OPTIONS[name].default]
+    if sampling.greedy and idle:
         say(f"note: --temperature 0 is greedy and ignores {', '.join(idle)}.")
-    return settings
+    return options
 
 
 FORMS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark_file": "lark"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,9 +20,9 @@ from slipstream.cli.options import (
     Plain,
     Target,
     TargetOptions,
-    Temperature,
     ThreadOptions,
     Verify,
+    options_of,
     placed,
     with_options,
 )
@@ -51,7 +51,7 @@ Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the sa
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions)
+@with_options(TargetOptions, ThreadOptions, options_of(["temperature"]))
 def transcribe(
     context: typer.Context,
     sounds: Sounds,
@@ -60,7 +60,6 @@ def transcribe(
     gamma: Gamma = 5,
     verify: Verify = "block",
     plain: Plain = False,
-    temperature: Temperature = 0.0,
     dtype: Dtype = "auto",
     device: Device = None,
     compile: Compile = False,
@@ -78,15 +77,14 @@ def transcribe(
     with busy(console(stderr=True), "loading"):
         from slipstream.engine.load import load
 
-        how = {"dtype": dtype, "device": device, "compile": compile, "gamma": gamma, "verify": verify}
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "compile": compile, "gamma": gamma, "verify": verify}
         engine = load(target, draft, progress=say, **placed(context), **how)
     tell(engine.notes)
     form = TranscriptFormat.JSON if as_json else form
     task, timestamps = "translate" if translate else "transcribe", form is not TranscriptFormat.TEXT
     for sound in sounds:
-        transcript = engine.transcribe(
-            sound, language=language, task=task, timestamps=timestamps, temperature=temperature, plain=plain
-        )
+        how = {"task": task, "timestamps": timestamps, "temperature": context.params["temperature"], "plain": plain}
+        transcript = engine.transcribe(sound, language=language, **how)
         print(_printed(transcript, sound, form), flush=True)
 
 

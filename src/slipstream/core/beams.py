@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.core.law import Fault
-from slipstream.core.values import is_finite, whole_number
-
-STEEPEST = 50.0
-"""The greatest absolute value of the length penalty: lengths to a higher power overflow a float."""
+from slipstream.core.options import CALL
+from slipstream.core.values import whole_number
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,7 @@ class Beams:
     def __post_init__(self) -> None:
         whole_number("num_beams", self.num_beams, 2)
         whole_number("num_return_sequences", self.num_return_sequences, 1)
-        if not is_finite(self.length_penalty) or abs(self.length_penalty) > STEEPEST:
-            raise ValueError(
-                f"length_penalty={self.length_penalty!r} is not possible: it is a number from -{STEEPEST:g} to "
-                f"{STEEPEST:g}; above 0 favours long texts."
-            )
+        CALL["length_penalty"].check(self.length_penalty)
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
             raise ValueError(f'early_stopping={self.early_stopping!r} is not possible: it is True, False or "never".')
         if self.num_return_sequences > self.num_beams:

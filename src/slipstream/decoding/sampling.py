@@ -19,8 +19,9 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 from slipstream.core.law import Fault, Law, ModelFault, RowFailure, wide
+from slipstream.core.options import SAMPLING, SamplingFields
 from slipstream.core.request import Prefixes, Row
-from slipstream.core.values import is_finite, is_real, is_whole
+from slipstream.core.values import is_real, is_whole
 from slipstream.decoding.grammar import Grammar, GrammarMask
 from slipstream.kernels.laws import greatest
 
@@ -59,58 +60,28 @@ class AppearancePenalty(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-LEAST = 1e-20  # the least temperature above 0; logits divided by a smaller one are infinite
-
-RANGES: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
-    "temperature": (float, "0 (greedy), or 1e-20 and more", lambda x: x == 0 or x >= LEAST),
-    "top_k": (int, "0 (off) or more", lambda x: x >= 0),
-    "top_p": (float, "above 0 and at most 1 (off)", lambda x: 0 < x <= 1),
-    "min_p": (float, "between 0 (off) and 1", lambda x: 0 <= x <= 1),
-    "typical_p": (float, "above 0 and at most 1 (off)", lambda x: 0 < x <= 1),
-    "repetition_penalty": (float, "above 0 (1 is off)", lambda x: x > 0),
-    "presence_penalty": (float, "a number (0 is off)", lambda x: True),
-    "frequency_penalty": (float, "a number (0 is off)", lambda x: True),
-    "min_new_tokens": (int, "0 or more", lambda x: x >= 0),
-    "no_repeat_ngram_size": (int, "0 (off) or more", lambda x: x >= 0),
-}
-"""The settings that are numbers: name -> type, the allowed values in words, and a check of them."""
+WARPS = tuple(name for name, option in SAMPLING.items() if option.warps)
+"""The options that cut the law, unless it is greedy."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sampling:
-    """The settings of sampling, under the names of transformers and vLLM. The default is greedy decoding.
+class Sampling(SamplingFields):
+    """The settings of sampling. The default is greedy decoding.
 
-    `temperature` 0 is greedy (a point mass; ties go to the lowest id). `top_k` 0, `top_p` 1, `min_p` 0,
-    `typical_p` 1, `no_repeat_ngram_size` 0 and penalties of 1 (repetition) or 0 (presence, frequency) are off. `eos`
-    are the tokens that end a text; the first `min_new_tokens` may not be one of them. `grammar` masks the outputs that
-    it does not allow, before anything else changes the logits. `processors` are the user's own, e.g. a
+    `eos` are the tokens that end a text; the first `min_new_tokens` may not be one of them. `grammar` masks the outputs
+    that it does not allow, before anything else changes the logits. `processors` are the user's own, e.g. a
     `LogitsProcessorList`: each is called with `(input_ids (1, length), scores (1, vocab))` for one row and position at
     a time. Raises ValueError, in one sentence, for values that are not possible.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[Sequence[int]] = ()
-    min_new_tokens: int = 0
-    no_repeat_ngram_size: int = 0
     eos: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     processors: Sequence[Processor] = ()
     _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, (kind, allowed, fits) in RANGES.items():
-            value = getattr(self, name)
-            whole = "" if kind is float or is_whole(value) else "a whole number, "
-            if whole or not (is_finite(value) and fits(value)):
-                raise ValueError(f"{name}={value!r} is not possible: it must be {whole}{allowed}.")
+        for name, option in SAMPLING.items():
+            option.check(getattr(self, name))
         _check_bias(self.logit_bias)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ValueError(f"grammar={self.grammar!r} is not possible: give one that `engine.grammars` has made.")
@@ -133,14 +104,14 @@ class Sampling:
 
     @property
     def _cuts(self) -> bool:
-        return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1) and not self.greedy
+        return not self.greedy and any(getattr(self, name) != SAMPLING[name].default for name in WARPS)
 
     def for_beams(self) -> Sampling:
         """Return these settings for beams that are sampled: what shapes the law becomes processors of its logarithm.
 
         As in transformers, cuts leave one token more than the number of those that end a text, and at least two.
         """
-        off = {name: getattr(Sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+        off = {name: SAMPLING[name].default for name in ("temperature", *WARPS)}
         return replace(self, processors=(*self.processors, *self._warpers(max(2, 1 + len(self.eos)))), **off)
 
     def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:

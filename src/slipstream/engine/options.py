@@ -2,69 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from slipstream.core.beams import Beams
+from slipstream.core.options import CALL, OPTIONS, REQUEST_FIELDS, CallFields
 from slipstream.core.protocols import Controller
-from slipstream.core.values import is_finite, is_whole, true_or_false, whole_number
+from slipstream.core.values import is_whole, whole_number
 from slipstream.decoding.controllers import controller
 from slipstream.decoding.grammar import Grammar
 from slipstream.decoding.rules import Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.requests import Encoder, listed, shown
 
-ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Names of options in other engines -> our names."""
+ALIASES = {field: name for name, field in REQUEST_FIELDS.items() if field != name}
+"""Names of options in requests -> our names."""
 
 BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")
 """Options of beam search besides `num_beams`."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of a call besides the fields of `Sampling`. Raises ValueError for impossible values.
+class Options(CallFields):
+    """The options of a call besides those of `Sampling`. Raises ValueError for impossible values.
 
-    `seed` is one number, or one for each prompt. `n` samples are made of each prompt; `logprobs` is how many tokens
-    besides each emitted one get their logprobs; `max_time` is in seconds. `prediction` is a text that the output is
-    expected to resemble. `decoder_prompt` are token ids with which the decoder of an encoder-decoder begins, after
-    its first ones, such as Whisper's for language and task. With `num_beams` above 1, beam search continues the
-    prompts with the settings of `Beams`; those that are None take its defaults.
+    `gamma` and `verify` are those of this call; None leaves them to the engine. `seed` is one number, or one for each
+    prompt. With `num_beams` above 1, beam search continues the prompts with the settings of `Beams`; those that are
+    None take its defaults.
     """
 
-    max_new_tokens: int = 128
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    seed: int | Sequence[int] = 0
-    n: int = 1
-    logprobs: int | None = None
-    echo: bool = False
-    max_time: float | None = None
     gamma: int | str | Controller | None = None
     verify: str | Rule | None = None
-    lossless: bool = False
-    plain: bool = False
-    ignore_eos: bool = False
-    prediction: str | None = None
-    decoder_prompt: Sequence[int] = ()
-    priority: int = 0
-    cache_salt: str = ""
-    num_beams: int = 1
-    length_penalty: float | None = None
-    early_stopping: bool | str | None = None
-    num_return_sequences: int | None = None
 
     def __post_init__(self) -> None:
-        whole_number("max_new_tokens", self.max_new_tokens, 1)
-        whole_number("n", self.n, 1)
-        if self.logprobs is not None:
-            whole_number("logprobs", self.logprobs, 0)
-        for name in ("lossless", "plain", "ignore_eos", "echo"):
-            true_or_false(name, getattr(self, name))
+        for name, option in CALL.items():
+            if name != "seed":
+                option.check(getattr(self, name))
         self._check_seeds()
         self._check_ends()
-        self._check_service()
+        self._check_texts()
         if self.gamma is not None:
             controller(self.gamma)
         if self.verify is not None:
@@ -74,7 +51,7 @@ class Options:
     @property
     def beams(self) -> Beams | None:
         """The settings of beam search; None without it. Raises ValueError for impossible ones."""
-        if whole_number("num_beams", self.num_beams, 1) == 1:
+        if self.num_beams == 1:
             return None
         settings = {name: getattr(self, name) for name in BEAMS}
         return Beams(self.num_beams, **{name: value for name, value in settings.items() if value is not None})
@@ -108,7 +85,7 @@ class Options:
         object.__setattr__(self, "seed", tuple(whole_number("seed", seed, 0) for seed in seeds))
 
     def _check_ends(self) -> None:
-        """Check what ends a text (strings, ids, seconds) and the tokens its decoder begins with; store tuples."""
+        """Check what ends a text (strings, ids) and the tokens its decoder begins with; store tuples."""
         stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
         for text in stops:
             if not isinstance(text, str) or not text:
@@ -118,13 +95,9 @@ class Options:
         object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
         begin = listed(self.decoder_prompt, "decoder_prompt", "it is a list of token ids")
         object.__setattr__(self, "decoder_prompt", tuple(whole_number("decoder_prompt", token, 0) for token in begin))
-        if self.max_time is not None and not (is_finite(self.max_time) and self.max_time > 0):
-            raise ValueError(f"max_time={self.max_time!r} is not possible: it is a number of seconds, above 0.")
 
-    def _check_service(self) -> None:
-        """Check the options that matter where calls share a server: priority, salt of the prefix cache, prediction."""
-        if not is_whole(self.priority):
-            raise ValueError(f"priority={self.priority!r} is not possible: it is a whole number; lower ones run first.")
+    def _check_texts(self) -> None:
+        """Check the texts: the salt of the prefix cache, and the prediction."""
         prediction = "" if self.prediction is None else self.prediction
         for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
             if not isinstance(value, str):
@@ -171,7 +144,7 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]
     Raises TypeError for an unknown option, ValueError for an impossible value.
     """
     names = {field.name for field in fields(Options)}
-    known = sorted(names | {field.name for field in fields(Sampling) if field.init} - {"eos"})
+    known = sorted({*names, *OPTIONS, "grammar", "processors"})
     if unknown := sorted(arguments.keys() - {*known, *ALIASES}):
         raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
     meant = {name: value for name, value in arguments.items() if value is not None}

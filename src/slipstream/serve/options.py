@@ -5,17 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from slipstream.core.options import REQUEST_FIELDS
 from slipstream.decoding.rules import COUPLED
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.schema import Decoding, SpeculationOptions
 from slipstream.serve.settings import Limits, ServeSettings
-
-SAME = (
-    *("temperature", "top_p", "min_p", "typical_p", "n", "stop", "stop_token_ids", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "bad_words", "ignore_eos", "max_time"),
-    *("cache_salt", "priority"),
-)
-"""The fields whose names and meanings are the engine's own."""
 
 
 def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict[str, Any]:
@@ -26,17 +20,14 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     Raises BadRequest for what is above a limit.
     """
     check_limits(body, settings.limits)
-    options = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
+    sent = {name: getattr(body, field, None) for name, field in REQUEST_FIELDS.items()}
+    options = {name: value for name, value in sent.items() if value is not None}
     options.setdefault("temperature", 1.0)
     options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
     salt = secrets.token_hex() if body.cache_prompt is False else body.cache_salt or ""
     options["cache_salt"] = f"{tenant}/{salt}"
-    if body.top_k and body.top_k > 0:
-        options["top_k"] = body.top_k
-    if body.min_tokens:
-        options["min_new_tokens"] = body.min_tokens
-    if body.max_tokens is not None:
-        options["max_new_tokens"] = body.max_tokens
+    if body.top_k == -1:  # off, as in vLLM
+        del options["top_k"]
     if body.logit_bias:
         options["logit_bias"] = _biases(body.logit_bias)
     if body.prediction is not None:
@@ -55,15 +46,10 @@ def speculation(body: Decoding) -> SpeculationOptions:
 
 def check_limits(body: Decoding, limits: Limits) -> None:
     """Raise BadRequest for the first field that exceeds the server's limits."""
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    for name, count, most in (
-        ("n", body.n or 1, limits.samples),
-        ("stop", len(stops), limits.stops),
-        ("stop_token_ids", len(body.stop_token_ids or ()), limits.bias),
-        ("logit_bias", len(body.logit_bias or ()), limits.bias),
-        ("bad_words", len(body.bad_words or ()), limits.bias),
-    ):
-        if count > most:
+    for name, field in REQUEST_FIELDS.items():
+        value, most = getattr(body, field, None), {"n": limits.samples, "stop": limits.stops}.get(name, limits.bias)
+        count = len(value) if isinstance(value, list | dict) else value if name == "n" else 1
+        if count and count > most:
             raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
 
 

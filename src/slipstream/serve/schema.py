@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+from slipstream.core.options import OPTIONS, Bounds, Option
 from slipstream.serve import published
 from slipstream.serve.body import Addressed, Body, FieldError
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Repetition = Annotated[float, Field(ge=0.01, le=100)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -114,43 +114,40 @@ class PredictedOutput(Body):
     content: str | list[TextPart]
 
 
-SAME_AS = {
-    "max_completion_tokens": "max_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-}
+SAME_AS = {other: each.field for each in OPTIONS.values() for other in each.also if each.field}
 """Fields that other projects call differently -> our names for them."""
 
 UNLIMITED = -1
 
+KINDS = {list[str]: Text | list[Text], list[int]: list[TokenId], dict[int, float]: dict[str, Bias], str: Text}
+"""The kinds of options that are not their own types in a body."""
 
-class Decoding(Addressed):
+
+def field_of(option: Option, description: str) -> Any:
+    """Return the field of a body that sets an option: its type and its `Field`."""
+    bounds = Bounds.read(option.served or option.bounds)
+    limits: dict[str, Any] = {"gt" if bounds.open else "ge": bounds.least, "le": bounds.most}
+    whole = {name: option.kind(bound) for name, bound in limits.items() if math.isfinite(bound) and option.is_number}
+    return KINDS.get(option.kind, option.kind) | None, Field(None, description=description, **whole)
+
+
+def fields_of(*groups: str) -> dict[str, Any]:
+    """Return the fields of a body that set the options of some groups, under all of their names."""
+    asked = [each for each in OPTIONS.values() if each.field and each.group in groups]
+    others = {other: field_of(each, f"The same as {each.field}.") for each in asked for other in each.also}
+    return {each.field: field_of(each, each.help) for each in asked} | others
+
+
+Sampled: Any = create_model("Sampled", __base__=Addressed, **fields_of("sampling", "samples", "service"))
+Searched: Any = create_model("Searched", __base__=Body, **fields_of("beams"))
+
+
+class Decoding(Sampled):
     """The fields of every request for text."""
 
     others = published.REQUEST
 
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 without it.")
-    top_p: Probability | None = None
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 are off.")
-    min_p: Probability | None = None
-    typical_p: Probability | None = None
-    n: int | None = Field(None, ge=1, description="Answers per prompt.")
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    seed: Seed | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    repeat_penalty: Repetition | None = Field(None, description="repetition_penalty, as llama.cpp calls it.")
-    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=1 << 31)
-    bad_words: list[Text] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = Field(None, description="max_tokens, as chats call it.")
     n_predict: Literal[-1] | Count | None = Field(None, description="max_tokens, as llama.cpp calls it; -1: no limit.")
-    max_time: float | None = Field(None, gt=0, description="End after this many seconds of decoding.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -160,10 +157,8 @@ class Decoding(Addressed):
     guided_choice: list[Text] | None = Field(None, min_length=1, description="structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="structured_outputs.grammar.")
     prediction: PredictedOutput | None = None
-    cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only with the same salt.")
     cache_prompt: bool | None = Field(None, description="Whether a cached prefix may be used; true without it.")
     timings_per_token: bool | None = Field(None, description="Send `timings` with every chunk of a stream.")
-    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="Lower ones are served earlier.")
     speculative: bool | SpeculationOptions | None = None
 
     @model_validator(mode="after")
@@ -184,8 +179,12 @@ class Decoding(Addressed):
             self.structured_outputs = StructuredOutputs(**given)
         return self
 
+    if TYPE_CHECKING:  # the fields of `Sampled`
 
-class CompletionRequest(Decoding):
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class CompletionRequest(Decoding, Searched):
     """The body of /v1/completions. For an encoder-decoder, the prompt is the source."""
 
     others = published.REQUEST | published.COMPLETION
@@ -195,8 +194,6 @@ class CompletionRequest(Decoding):
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1, description="Write so many, and answer with the n most probable ones.")
     use_beam_search: bool | None = Field(None, description="Search with best_of (or n) beams, and answer with n texts.")
-    length_penalty: float | None = Field(None, description="Of beam search; above 0 favours long texts.")
-    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search, as in transformers.")
 
 
 class FunctionCall(Body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.core.options import OPTIONS, REQUEST_FIELDS
 from slipstream.engine.generation import Completion
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest
@@ -12,7 +13,7 @@ from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.schema import CompletionRequest
 from slipstream.serve.settings import ServeSettings
 
-OF_BEAMS = ("length_penalty", "early_stopping")
+OF_BEAMS = tuple(name for name in REQUEST_FIELDS if OPTIONS[name].group == "beams")
 
 
 def count_written(body: CompletionRequest, settings: ServeSettings) -> int:
@@ -82,7 +83,6 @@ def beam_options(body: CompletionRequest, settings: ServeSettings, tenant: str, 
         options.pop("verify", None)  # the rule that a seed selects is for drafts that are drawn, which beams are not
     if body.temperature is None:
         options["temperature"] = 0.0
-    options |= {name: getattr(body, name) for name in OF_BEAMS if getattr(body, name) is not None}
     return options | {"num_beams": written, "num_return_sequences": body.n or 1}
 
 

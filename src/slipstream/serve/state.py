@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from slipstream.core.options import REQUEST_FIELDS
 from slipstream.core.stats import Stats
 from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.engine.beams import BeamTexts
@@ -28,13 +29,8 @@ from slipstream.serve.worker import Ticket, Worker
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
-FIELDS = {
-    "min_new_tokens": "min_tokens",
-    "max_new_tokens": "max_tokens",
-    "num_beams": "use_beam_search",
-    "num_return_sequences": "n",
-}
-"""The names of the engine's options whose request fields are called differently -> those fields."""
+FIELDS = REQUEST_FIELDS | {"num_beams": "use_beam_search", "num_return_sequences": "n"}
+"""The names of the engine's options -> the fields of a request that set them."""
 
 LONGEST = 4096
 """The most tokens of an answer without a limit of its own, where the target has no limit either."""

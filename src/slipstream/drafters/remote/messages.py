@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from slipstream.core.draws import inverse
+from slipstream.core.options import SHAPES
 from slipstream.core.request import Sampler
 from slipstream.core.values import is_finite
 from slipstream.decoding.sampling import Sampling
@@ -20,12 +21,6 @@ from slipstream.drafters.remote.frames import Frame, FrameError, FrameType, arra
 MOST_GAMMA, MOST_CANDIDATES = 256, 4096
 SUM_TOLERANCE = 1e-4
 """The greatest deviation from one of the sum of a law that was sent, whose weights are float32."""
-
-SETTINGS = (
-    *("top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_new_tokens", "no_repeat_ngram_size"),
-)
-"""The sampling settings that are sent unchanged; a user's own processors and grammars are not sent."""
 
 
 class DraftMode(StrEnum):
@@ -93,21 +88,19 @@ class OpenRow:
 
     def sampler(self) -> Sampling:
         """Return the sampler of the server's laws for this row. Raises FrameError for impossible settings."""
-        known = {name: value for name, value in self.sampling.items() if name in SETTINGS}
-        temperature = self.sampling.get("temperature", 0)
+        known = {name: self.sampling[name] for name in SHAPES if name in self.sampling}
+        known["temperature"] = 0.0 if self.mode == DraftMode.GUESS else known.get("temperature", 0)
         bias, eos = self.sampling.get("logit_bias", []), self.sampling.get("eos", [])
         try:
-            chosen = 0.0 if self.mode == DraftMode.GUESS else float(temperature)
             biases = {int(token): float(value) for token, value in bias}
-            return Sampling(temperature=chosen, logit_bias=biases, eos=frozenset(map(int, eos)), **known)
+            return Sampling(logit_bias=biases, eos=frozenset(map(int, eos)), **known)
         except (ValueError, TypeError, OverflowError) as error:
             raise FrameError(f"the settings of a row are not possible: {error}") from None
 
 
 def settings_of(sampler: Sampler) -> dict[str, Any]:
-    """Return the settings of a sampler that are sent to the server."""
-    settings = {name: getattr(sampler, name, None) for name in ("temperature", *SETTINGS)}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    """Return the settings of a sampler that are sent to the server; its processors, words and grammar are not."""
+    settings = {name: getattr(sampler, name) for name in SHAPES if hasattr(sampler, name)}
     bias: Mapping[int, float] = getattr(sampler, "logit_bias", {})
     settings["logit_bias"] = [[int(token), float(value)] for token, value in bias.items() if is_finite(value)]
     settings["eos"] = sorted(getattr(sampler, "eos", ()))

@@ -55,12 +55,8 @@ def _decoding(body: ResponsesRequest) -> Decoding:
     if form is not None:
         schema = JsonSchema(name=form.name or "answer", schema=form.schema_) if form.schema_ is not None else None
         response_format = ResponseFormat(type=form.type, json_schema=schema)
-    return Decoding(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        response_format=response_format,
-        speculative=body.speculative,
-    )
+    sampled: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p}
+    return Decoding(**sampled, response_format=response_format, speculative=body.speculative)
 
 
 def _prompt(body: ResponsesRequest, state: ServerState) -> Any:
