@@ -16,10 +16,9 @@ from slipstream.cli.options import (
     Compile,
     Device,
     Dtype,
-    EncoderDtype,
     Force,
-    Task,
     ThreadOptions,
+    declared_option,
     with_options,
 )
 from slipstream.text.jsontext import json_text
@@ -65,6 +64,10 @@ Quick = Annotated[
 Again = Annotated[bool, _option(None, None, "Measure again what the folder holds.", "--again")]
 Out = Annotated[str | None, _option(OUTPUT, "FOLDER", "Write JSON and plots there, and the page FOLDER.md beside it.")]
 Json = Annotated[bool, _option(OUTPUT, None, "The sheets as JSON, nothing else.", "--json")]
+
+
+Task = Annotated[str | None, declared_option("task")]
+EncoderDtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, declared_option("encoder_dtype")]
 
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slipstream import files
+from slipstream.core.model_options import ModelOptions
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.heads import ParallelHeads, Sizes
 from slipstream.drafters.ngram_model import NgramModel
@@ -123,7 +124,7 @@ def some_heads(seed: int) -> ParallelHeads:
     return ParallelHeads(Sizes(1, 2, 3))
 
 
-PLAN = Plan("org/big", "org/small", {1: 5}, 101)
+PLAN = Plan(ModelOptions("org/big", "org/small", verify="block"), {1: 5}, 101)
 SAVERS: dict[str, Callable[[Path, int], Any]] = {
     "corpus": lambda folder, seed: Corpus.build([[seed, 2]], 5).save(folder / "file"),
     "n-gram model": lambda folder, seed: NgramModel.fit([[seed, 2, 3]], 2, 5).save(folder / "file"),

@@ -22,6 +22,7 @@ from slipstream.cli import app as cli
 from slipstream.cli import bench as command_room
 from slipstream.core.draws import Key, draw
 from slipstream.core.law import Law
+from slipstream.core.model_options import ModelOptions
 from slipstream.core.stats import Stats
 from slipstream.decoding import acceptance
 from slipstream.decoding.decoder import Decoder
@@ -637,7 +638,12 @@ def test_several_drafts_on_the_command_line(
     pytest.importorskip("matplotlib")
     loaded: list[tuple[Any, ...]] = []
     engines = [pair(), pair(draft_seed=2)]
-    monkeypatch.setattr(engine_room, "load", lambda *args, **_: (loaded.append(args), engines[len(loaded) - 1])[1])
+
+    def load_one(how: ModelOptions, **_: Any) -> Engine:
+        loaded.append((how.target, how.draft))
+        return engines[len(loaded) - 1]
+
+    monkeypatch.setattr(engine_room, "load", load_one)
     picture = tmp_path / "speed.svg"
     drafts = ["--target", "T", "--draft", "a", "--draft", "b", "--verify", "token", "--temperature", "0"]
     result = command("--quick", "--prompts", prompts_file, *SHORT, *drafts, "--plot", str(picture), "--json")

@@ -105,8 +105,8 @@ def test_without_a_template_there_is_a_sentence(engine: Echoes, chat: Callable[.
 def test_options_arrive(engine: Echoes, chat: Callable[..., Result]) -> None:
     options = "--target big --draft small --gamma 3 --verify token --temperature 0.5 --seed 7 --logit-bias 4=-1 --plain"
     assert chat(["hi"], *options.split()).exit_code == 0
-    assert engine.loaded[:2] == ("big", "small")
-    assert (engine.loaded[2]["gamma"], engine.loaded[2]["verify"]) == (3, "token")
+    models = engine.loaded[0]
+    assert (models.target, models.draft, models.gamma, models.verify) == ("big", "small", 3, "token")
     asked = engine.options[0]
     assert (asked["temperature"], asked["seed"], asked["logit_bias"], asked["plain"]) == (0.5, 7, {4: -1.0}, True)
 

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.cli import app as cli
+from slipstream.core.model_options import ModelOptions
 from slipstream.engine.plan_file import Plan
 from slipstream.models.loading.load import EMBEDDED, load_tokenizer
 from terminal import run
@@ -126,7 +127,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     tokenizer.save_pretrained(folder / "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        Plan(None, "embedded", {1: 2}, 4096).save("plan.json")
+        Plan(ModelOptions(draft="embedded", verify="block"), {1: 2}, 4096).save("plan.json")
         made = [
             (*WRITERS["ngram build"], "mine.ngram"),
             ("datastore", "build", "store", "notes.txt"),

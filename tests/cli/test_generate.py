@@ -24,6 +24,7 @@ from typer.testing import Result
 import slipstream
 from slipstream.cli import app as cli
 from slipstream.cli.app import say
+from slipstream.core.model_options import ModelOptions
 from slipstream.core.stats import Stats
 from slipstream.engine.engine import Interrupted
 from slipstream.engine.generation import Completion, Piece
@@ -419,9 +420,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_defaults(engine: Recorder) -> None:
     assert run("generate", "x").stdout == "xok\n"
-    settings = {"gamma": 5, "tree": None, "verify": "block", "exact_shape": False, "compile": False, "progress": say}
-    settings["task"] = None
-    assert engine.loaded == (None, None, {"dtype": "auto", "device": None, "batch_size": 8, **settings})
+    assert engine.loaded == (ModelOptions(gamma=5, verify="block"), {"progress": say})
     assert engine.asked == {
         "max_new_tokens": 128,
         "lossless": False,
@@ -455,9 +454,9 @@ def test_every_option_arrives(engine: Recorder) -> None:
     more = [*models.split(), *rules.split(), *sampling.split(), *penalties.split(), *ends.split(), *biases.split()]
     result = run("generate", "x", *more, *stops)
     assert result.exit_code == 0
-    settings = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True, "compile": True}
-    settings |= {"progress": say, "task": "summarize"}
-    assert engine.loaded == ("big", "small", {"dtype": "float32", "device": "cpu", "batch_size": 2, **settings})
+    chosen = {"gamma": 3, "tree": (3, 2, 1), "verify": "token", "exact_shape": True, "compile": True, "batch_size": 2}
+    models = ModelOptions("big", "small", task="summarize", dtype="float32", device="cpu", **chosen)
+    assert engine.loaded == (models, {"progress": say})
     assert engine.asked == {
         "lossless": True,
         "max_new_tokens": 9,
@@ -487,7 +486,8 @@ def test_every_option_arrives(engine: Recorder) -> None:
 
 def test_names_of_other_engines(engine: Recorder) -> None:
     run("generate", "x", "--model", "a", "--draft-model", "b", "--num_speculative_tokens", "2", "--max-tokens", "3")
-    assert engine.loaded[:2] == ("a", "b") and engine.loaded[2]["gamma"] == 2
+    models = engine.loaded[0]
+    assert (models.target, models.draft, models.gamma) == ("a", "b", 2)
     assert engine.asked["max_new_tokens"] == 3
 
 

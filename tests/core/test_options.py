@@ -15,23 +15,29 @@ from transformers import GenerationConfig
 from slipstream.core.options import OPTIONS, SHAPES, table
 from test_house import ROOT
 
-# A process in which the table has one more line, `extra_p`. It prints where that option is found: with the places as
-# they are, and with places whose names were written down before, as if by hand.
+# A process in which both tables have one more line, `extra_p` and `extra_how`. It prints where these are found: with
+# the places as they are, and with places whose names were written down before, as if by hand.
 SCRIPT = r"""
 import json, sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import slipstream
 
-name, line = "slipstream.core.options", "    min_p: float = option("
-path = Path(slipstream.__file__).parent / "core" / "options.py"
-sys.modules[name] = table = ModuleType(name)
-before = path.read_text()
-assert before.count(line) == 1
+def add(name, line, extra):
+    path = Path(slipstream.__file__).parent / "core" / f"{name}.py"
+    table = sys.modules[f"slipstream.core.{name}"] = ModuleType(f"slipstream.core.{name}")
+    before = path.read_text()
+    assert before.count(line) == 1
+    exec(compile(before.replace(line, extra + line), str(path), "exec"), vars(table))
+    return table
+
 extra = '    extra_p: float = option(0.0, "An extra one.", "between 0 (off) and 1", "[0, 1]", warps=True)\n'
-exec(compile(before.replace(line, extra + line), str(path), "exec"), vars(table))
+table = add("options", "    min_p: float = option(", extra)
+extra = '    extra_how: Any = model_option(None, "target", "An extra one.", "NAME")\n'
+how = add("model_options", "    device_map: Any = model_option(", extra)
 
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -40,10 +46,12 @@ from slipstream.cli import batch
 from slipstream.cli.app import app
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.remote import messages
+from slipstream.engine import load as loading, plan_file, target
 from slipstream.engine.options import read_options
 from slipstream.serve import options, schema
 from slipstream.serve.batch import run
-from slipstream.serve.settings import Limits, ServeSettings
+from slipstream.serve.recipe import Recipe
+from slipstream.serve.settings import Capacity, ServeSettings
 
 folder = Path(sys.argv[1])
 (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -55,9 +63,11 @@ def stop(self, recipe, lines, sink, on_answer):
 
 run.Local.run = stop
 
-def command(value):
-    arguments = ["batch", str(folder / "prompts.jsonl"), "--out", str(folder / "out.jsonl"), "--extra-p", value]
-    return CliRunner().invoke(app, arguments)
+def command(name, *values):
+    for file in folder.glob("out*"):
+        file.unlink()
+    arguments = ["batch", str(folder / "prompts.jsonl"), "--out", str(folder / "out.jsonl"), name]
+    return [CliRunner().invoke(app, [*arguments, value]).exit_code for value in values]
 
 def refused(call):
     with suppress(ValueError):
@@ -68,6 +78,30 @@ def refused(call):
 def sent():
     opened = messages.OpenRow(1, messages.DraftMode.COUPLED, messages.settings_of(Sampling(extra_p=0.5)), (1,), 1)
     return messages.OpenRow.read(opened.frame(), 9).sampler().extra_p == 0.5
+
+def loaded(call):
+    # the further arguments of `load_model` when a target is loaded
+    class Seen(Exception):
+        pass
+
+    def see(*_, **options):
+        raise Seen(options)
+
+    target.load_scorer = see
+    try:
+        call()
+    except Seen as seen:
+        return seen.args[0].get("extra_how")
+
+def planned():
+    models = how.ModelOptions("t", verify="block", extra_how="x")
+    plan_file.Plan(models, {1: 1}, 9).save(folder / "plan.json")
+    return loaded(lambda: loading.load(plan=folder / "plan.json")) == "x"
+
+def served():
+    models = how.ModelOptions("t", extra_how="x")
+    recipe = Recipe(models, ServeSettings(("m",)), Capacity(2))
+    return loaded(replace(recipe, models=models).state) == "x"
 
 def engine(body):
     return options.engine_options(body, ServeSettings(("m",)), "t").get("extra_p") == 0.5
@@ -84,14 +118,17 @@ def found():
         "draft servers": sent(),
         "documents": "`extra_p`" in table.table(),
     }
+    names = {each: [one.name for one in commands[each].params] for each in commands}
     for each in ("generate", "chat", "batch", "check", "plan"):
-        places[f"slipstream {each}"] = "extra_p" in [one.name for one in commands[each].params]
-    first, again, other = command("0.5"), command("0.5"), command("0.25")
-    places["lines of a batch"] = taken[:2] == [0.5, 0.5]
-    places["a resumed batch"] = (first.exit_code, again.exit_code, other.exit_code) == (130, 130, 2)
+        places[f"slipstream {each}"] = "extra_p" in names[each]
     taken.clear()
-    for file in folder.glob("out*"):
-        file.unlink()
+    places["a resumed batch"] = command("--extra-p", "0.5", "0.5", "0.25") == [130, 130, 2]
+    places["lines of a batch"] = taken[:2] == [0.5, 0.5]
+    places["load"] = loaded(lambda: slipstream.load("t", extra_how="x")) == "x"
+    for each in ("generate", "chat", "batch", "serve", "check", "transcribe", "plan", "bench"):
+        places[f"models of slipstream {each}"] = "extra_how" in names[each]
+    places["a plan"], places["a server"] = planned(), served()
+    places["models of a resumed batch"] = command("--extra-how", "x", "x", "y") == [130, 130, 2]
     return places
 
 everywhere = found()
@@ -99,6 +136,7 @@ known = [each for each in table.SHAPES if each != "extra_p"]
 messages.SHAPES = known
 options.REQUEST_FIELDS = {each: field for each, field in table.REQUEST_FIELDS.items() if each != "extra_p"}
 batch.REQUEST_FIELDS = options.REQUEST_FIELDS
+batch.MODEL_OPTIONS = {each: one for each, one in how.MODEL_OPTIONS.items() if each != "extra_how"}
 print(json.dumps([everywhere, found()]))
 """
 
@@ -113,7 +151,8 @@ def test_an_option_that_is_declared_in_the_table_is_found_everywhere(tmp_path: P
     assert done.returncode == 0, done.stderr
     everywhere, by_hand = json.loads(done.stdout)
     assert [place for place, found in everywhere.items() if not found] == []
-    by_hand_places = ["completions", "chats", "draft servers", "lines of a batch", "a resumed batch"]
+    by_hand_places = ["completions", "chats", "draft servers", "a resumed batch", "lines of a batch"]
+    by_hand_places += ["models of a resumed batch"]
     assert [place for place, found in by_hand.items() if not found] == by_hand_places  # a list of names forgets it
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.core.model_options import ModelOptions
 from slipstream.engine.plan_file import Plan
 from slipstream.plan.fleet import Pace, paces, simulate
 from slipstream.plan.traces import Arrival, multiplied, read_trace
@@ -97,7 +98,7 @@ def plan(**changes: Any) -> Plan:
 
     outlooks = {"1": {"small": outlook(10.0, 1.0)}, "8": {"small": outlook(20.0, 1.5)}}
     figures = {"draft": "small", "reading": {"tokens": 1000, "seconds": 2.0}, "outlooks": outlooks, **changes}
-    return Plan("target", "small", {1: 3, 8: 0}, 100, figures=figures, machine={"cpu": "a processor"})
+    return Plan(ModelOptions("target", "small"), {1: 3, 8: 0}, 100, figures=figures, machine={"cpu": "a processor"})
 
 
 def test_paces_are_those_of_the_plan() -> None:

@@ -24,6 +24,8 @@ from slipstream import Engine, load
 from slipstream.cli import app as cli
 from slipstream.core import round as core_round
 from slipstream.core.draft import Tree
+from slipstream.core.model_options import ModelOptions
+from slipstream.core.options import SHAPES
 from slipstream.core.protocols import Drafter
 from slipstream.decoding.controllers import Fixed, Planned
 from slipstream.decoding.decoder import Decoder
@@ -153,7 +155,7 @@ def test_a_useless_draft_is_not_planned(clock: Clock) -> None:
     assert outlook.alpha == 0 and outlook.survival == (0, 0, 0, 0)
     assert not outlook.worth and outlook.best.factor < 1
     assert report.gammas == {1: 0}
-    assert report.plan("t", 2, "auto").draft is None
+    assert report.plan(ModelOptions("t"), 2).models.draft is None
     (checked,) = report.verifications  # the refusal is checked, too
     assert checked.gamma == 1 and checked.factor == pytest.approx(outlook.best.factor)
 
@@ -164,7 +166,7 @@ def test_the_better_of_two_drafts_is_chosen(clock: Clock) -> None:
     report = make(engine, {"poor": poor, "good": good}, TEXTS, QUICK)
     assert list(report.outlooks[1]) == ["poor", "good"]
     assert report.draft == "good" and report.gammas[1] > 0
-    assert report.plan("t", 2, "auto").draft == "good"
+    assert report.plan(ModelOptions("t"), 2).models.draft == "good"
 
 
 def test_rows_that_run_together(clock: Clock) -> None:
@@ -448,7 +450,14 @@ def test_a_plan_for_a_draft_elsewhere_pays_for_its_distance() -> None:
 
 # ---- the file ---------------------------------------------------------------------------------------------------
 
-PLAN = Plan("org/big", "org/small", {1: 5, 8: 2}, 101, "token", "bfloat16", 0.7, machine={"cpu": "x"})
+PLAN = Plan(
+    ModelOptions("org/big", "org/small", verify="token", dtype="bfloat16"), {1: 5, 8: 2}, 101, 0.7, {"cpu": "x"}
+)
+
+
+def with_models(plan: Plan, **models: Any) -> Plan:
+    """The plan with other models."""
+    return replace(plan, models=replace(plan.models, **models))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -467,6 +476,8 @@ def test_round_trip(tmp_path: Path) -> None:
         ('{"format": "slipstream plan", "version": 2}', "version 2, this release reads 1"),
         ('{"format": "slipstream plan", "version": 1}', "damaged .KeyError"),
         (json.dumps({**PLAN.as_dict(), "vocab": "many"}), "damaged .*vocab is 'many'"),
+        (json.dumps({**PLAN.as_dict(), "verify": 5}), "damaged .*verify is 5"),
+        (json.dumps({**PLAN.as_dict(), "compile": "yes"}), "damaged .*compile is 'yes'"),
         (json.dumps({**PLAN.as_dict(), "gammas": {}}), "damaged .*is no plan"),
         (json.dumps({**PLAN.as_dict(), "gammas": {"one": 1}}), "damaged"),
         (json.dumps({**PLAN.as_dict(), "gammas": {"1": 1.5}}), "damaged"),
@@ -486,7 +497,7 @@ def test_no_file() -> None:
 
 def test_load_follows_a_plan(tmp_path: Path) -> None:
     target, draft = tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1)
-    plan = replace(PLAN, target="any", dtype="auto", gammas={1: 3, 2: 1})
+    plan = replace(with_models(PLAN, target="any", dtype="auto"), gammas={1: 3, 2: 1})
     plan.save(tmp_path / "p.json")
     engine = load(target, draft, plan=tmp_path / "p.json")
     assert engine.decoder.controller == Planned({1: 3, 2: 1}) and engine.rule.name == "token"
@@ -505,11 +516,13 @@ def test_load_follows_a_plan(tmp_path: Path) -> None:
 def test_load_takes_models_from_the_plan(tmp_path: Path) -> None:
     for name, seed in (("big", 0), ("small", 1)):
         tiny(FAMILIES["llama"], seed=seed).save_pretrained(tmp_path / name)
-    plan = Plan(str(tmp_path / "big"), str(tmp_path / "small"), {1: 2}, HF_VOCAB)
+    plan = Plan(ModelOptions(str(tmp_path / "big"), str(tmp_path / "small"), verify="block"), {1: 2}, HF_VOCAB)
     engine = load(plan=plan)
     assert engine.decoder.target.name.endswith("big")
     assert isinstance(engine.decoder.drafter, ModelDrafter)
-    assert load(tmp_path / "big", plan=replace(plan, draft=None, gammas={1: 0})).decoder.controller == Fixed(0)
+    assert load(
+        tmp_path / "big", plan=replace(with_models(plan, draft=None), gammas={1: 0})
+    ).decoder.controller == Fixed(0)
 
 
 # ---- exports ----------------------------------------------------------------------------------------------------
@@ -542,7 +555,7 @@ def test_export_for_vllm() -> None:
         "model": "org/small",
         "num_speculative_tokens": 4,
     }
-    lookup = export(replace(GREEDY, draft="lookup", gammas={1: 4}), "vllm")
+    lookup = export(replace(with_models(GREEDY, draft="lookup"), gammas={1: 4}), "vllm")
     assert json.loads(shlex.split(lookup)[-1]) == {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -555,7 +568,7 @@ def test_export_for_sglang() -> None:
     chain = (found.speculative_num_steps, found.speculative_eagle_topk, found.speculative_num_draft_tokens)
     assert chain == ("5", "1", "6")
     assert export(PLAN, "sglang").endswith(" --speculative-use-rejection-sampling")
-    assert "--speculative-algorithm NGRAM" in export(replace(PLAN, draft="lookup"), "sglang")
+    assert "--speculative-algorithm NGRAM" in export(with_models(PLAN, draft="lookup"), "sglang")
 
 
 def test_export_for_llama_cpp() -> None:
@@ -564,13 +577,15 @@ def test_export_for_llama_cpp() -> None:
     found = options(text, "-m", "--spec-type", *flags)
     assert (found.m, found.spec_draft_model, found.spec_draft_n_max) == ("org/big.gguf", "org/small.gguf", "5")
     assert (found.spec_type, found.spec_draft_sampling) == ("draft-simple", "probabilistic")
-    assert "--spec-type ngram-simple --spec-ngram-simple-size-m 5" in export(replace(PLAN, draft="lookup"), "llama.cpp")
+    assert "--spec-type ngram-simple --spec-ngram-simple-size-m 5" in export(
+        with_models(PLAN, draft="lookup"), "llama.cpp"
+    )
 
 
 def test_export_for_transformers_runs(tmp_path: Path) -> None:
     for name in ("big", "small"):
         tiny(FAMILIES["llama"]).save_pretrained(tmp_path / name)  # the same model: all is accepted
-    plan = Plan(str(tmp_path / "big"), str(tmp_path / "small"), {1: 3}, HF_VOCAB, dtype="float32")
+    plan = Plan(ModelOptions(str(tmp_path / "big"), str(tmp_path / "small"), dtype="float32"), {1: 3}, HF_VOCAB)
     head, last = export(plan, "transformers").rsplit("\n", 1)
     names: dict[str, Any] = {"inputs": {"input_ids": torch.tensor([[5, 9, 2]]), "max_new_tokens": 12}}
     exec(head, names)
@@ -578,13 +593,13 @@ def test_export_for_transformers_runs(tmp_path: Path) -> None:
     names["target"].register_forward_hook(lambda *args: widths.append(args[-1].logits.shape[1]))
     exec(last, names)
     assert [width for width in widths if width > 1][-2:] == [4, 4]
-    exec(export(replace(plan, draft="lookup"), "transformers"), names)
+    exec(export(with_models(plan, draft="lookup"), "transformers"), names)
     exec(export(replace(plan, temperature=0.5), "transformers"), names)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm", "sglang", "llama.cpp"])
 def test_export_of_not_speculating(engine: str) -> None:
-    text = export(replace(PLAN, draft=None, gammas={1: 0}), engine)
+    text = export(replace(with_models(PLAN, draft=None), gammas={1: 0}), engine)
     assert text.endswith("# do not speculate") and "spec" not in text.split("#")[0]
 
 
@@ -592,9 +607,9 @@ def test_export_of_not_speculating(engine: str) -> None:
     ("plan", "engine", "sentence"),
     [
         (PLAN, "other", "--export other is not known: use transformers, vllm"),
-        (replace(PLAN, target=None), "vllm", "the embedded pair lives in this package"),
-        (replace(PLAN, draft="ngram:x"), "vllm", "a draft like ngram:x is ours alone"),
-        (replace(PLAN, draft="embedded"), "sglang", "is ours alone"),
+        (with_models(PLAN, target=None), "vllm", "the embedded pair lives in this package"),
+        (with_models(PLAN, draft="ngram:x"), "vllm", "a draft like ngram:x is ours alone"),
+        (with_models(PLAN, draft="embedded"), "sglang", "is ours alone"),
     ],
 )
 def test_what_cannot_be_exported(plan: Plan, engine: str, sentence: str) -> None:
@@ -645,7 +660,7 @@ def test_command_prints_in_80_columns(command: Callable[..., Result], small: lis
     assert result.stdout.count("draft org/small, ") >= 2 and "2 rows" in result.stdout
     assert result.stdout.count("measured with gamma") == 2
     made = Plan.read(file)
-    assert made.target == "org/big" and set(made.gammas) == {1, 2} and made.vocab == HF_VOCAB
+    assert made.models.target == "org/big" and set(made.gammas) == {1, 2} and made.vocab == HF_VOCAB
     assert made.figures["outlooks"]["2"]["org/small"]["rows"] == 2
     shown = command("plan", "--plan", str(file))
     assert shown.exit_code == 0 and "org/big: " in shown.stdout
@@ -710,10 +725,12 @@ MEASURED: dict[str, list[str]] = {  # what only a measurement uses
         name: [name, "1"]
         for name in ("--prompts", "--target", "--draft", "--batch", "--verify", "--dtype", "--device", "--task")
     },
-    **{name: [name, "2"] for name in ("--top-k", "--max-new-tokens", "--sample", "--seed", "--repetitions")},
-    **{name: [name, "0"] for name in ("--temperature", "--top-p")},
+    **{name: [name, "2"] for name in ("--max-new-tokens", "--sample", "--seed", "--repetitions")},
+    **{f"--{name.replace('_', '-')}": [f"--{name.replace('_', '-')}", "1"] for name in SHAPES},
     "--quantize": ["--quantize", "int8"],
-    **{name: [name] for name in ("--chat", "--compile", "--quick", "--force")},
+    "--device-map": ["--device-map", "auto"],
+    "--encoder-dtype": ["--encoder-dtype", "float32"],
+    **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code")},
     **{name: [name, "file"] for name in ("--save", "--plot")},
 }
 
@@ -789,12 +806,12 @@ def test_figures_need_no_torch() -> None:
 
 
 def test_generate_takes_a_plan(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, seen = tmp_path / "plan.json", list[dict[str, Any]]()
+    file, seen = tmp_path / "plan.json", list[ModelOptions]()
     PLAN.save(file)
     usual = engine_room.load
 
     def spy(*args: Any, **kwargs: Any) -> Engine:
-        seen.append(kwargs)
+        seen.append(args[0])
         return usual(*args, **kwargs)
 
     monkeypatch.setattr(engine_room, "load", spy)
@@ -804,7 +821,7 @@ def test_generate_takes_a_plan(command: Callable[..., Result], monkeypatch: pyte
     result = command(*base)
     assert result.exit_code == 0 and "measured at temperature 0.7; at 0" in result.stderr
     command(*base, "--gamma", "4", "--verify", "match", "--temperature", "0.7")
-    assert [(kwargs["plan"], kwargs["gamma"], kwargs["verify"]) for kwargs in seen] == [
+    assert [(models.plan, models.gamma, models.verify) for models in seen] == [
         (PLAN, None, None),
         (PLAN, 4, "match"),
     ]

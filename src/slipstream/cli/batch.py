@@ -16,21 +16,10 @@ import typer
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import console, countdown
 from slipstream.cli.options import (
-    Compile,
-    Device,
-    Draft,
-    Dtype,
     FormOptions,
-    Gamma,
     Lossless,
-    PlanFile,
     ReportJson,
-    Target,
-    TargetOptions,
-    Task,
-    ThreadOptions,
-    Tree,
-    Verify,
+    asked_models,
     grouped,
     option,
     with_options,
@@ -38,6 +27,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.serve import (
     CLUSTER,
+    SERVED,
     CacheBytes,
     ChatTemplate,
     MaxRows,
@@ -47,9 +37,9 @@ from slipstream.cli.serve import (
     needed,
     parse_bytes,
     read_template,
-    served_models,
 )
 from slipstream.cli.settings import call_options, read_form
+from slipstream.core.model_options import MODEL_OPTIONS
 from slipstream.core.options import REQUEST_FIELDS
 from slipstream.files import TextFileKind, check_writable
 from slipstream.text.jsontext import json_text
@@ -80,28 +70,15 @@ Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts that are texts 
 FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """The fields of `structured_outputs` for the methods of `Grammars`."""
 
-LAW = ("target", "dtype", "encoder_dtype", "task", "plan", "quantize", "chat", "seed")
-"""The options that decide the law of the answers, besides fields of requests; draft, device and batch do not."""
-
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, grouped("sampling", "samples"), FormOptions)
+@with_options(SERVED, grouped("sampling", "samples"), FormOptions)
 def batch(
     context: typer.Context,
     file: File,
     out: Out,
     chat: Chat = False,
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Gamma = "auto",
-    tree: Tree = None,
-    verify: Verify = "block",
-    plan: PlanFile = None,
     lossless: Lossless = False,
-    task: Task = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    compile: Compile = False,
     names: Names = None,
     chat_template: ChatTemplate = None,
     max_rows: MaxRows = 16,
@@ -192,7 +169,7 @@ def _recipe(context: typer.Context) -> Recipe:
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
     room = Capacity(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
     settings = batch_settings(tuple(params["names"] or [params["target"] or "embedded"]), params["lossless"])
-    return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))
+    return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
 
 
 def _defaults(context: typer.Context) -> Defaults:
@@ -216,7 +193,8 @@ def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lin
     """Return digests of the settings and of the prompts: a run resumes only a journal with the same ones."""
     from slipstream.serve.batch.lines import fingerprint
 
-    law = {name: params[name] for name in LAW}
+    same = [name for name, each in MODEL_OPTIONS.items() if each.changes and name != "verify"]  # which requests have
+    law = {name: params[name] for name in (*same, "chat", "seed")}
     settings = [law, dict(defaults.body), dict(defaults.plain), template]
     return {"settings": fingerprint(settings), "prompts": fingerprint(line.facts for line in lines)}
 

@@ -19,17 +19,15 @@ from slipstream.cli.options import (
     SAMPLING,
     Batches,
     Compile,
-    Device,
-    Dtype,
     File,
     Force,
-    Quantize,
-    Target,
-    Task,
-    ThreadOptions,
+    asked_models,
+    grouped,
     option,
+    options_of,
     with_options,
 )
+from slipstream.core.model_options import ModelOptions
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, sound
 
@@ -57,11 +55,11 @@ Json = Annotated[bool, option(OUTPUT, "The whole report as one JSON object, noth
 
 
 @app.command()
-@with_options(ThreadOptions)
+@with_options(options_of(["target"]), grouped("target", "task", "threads", without=["tp_plan"]))
 def bench(
+    context: typer.Context,
     quick: Quick = False,
     file: File = None,
-    target: Target = None,
     draft: Drafts = None,
     gamma: Gammas = None,
     verify: Rules = None,
@@ -70,11 +68,7 @@ def bench(
     max_new_tokens: NewTokens = None,
     stop_at_eos: StopAtEos = False,
     repetitions: Repetitions = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
     compile: Compile = False,
-    quantize: Quantize = None,
-    task: Task = None,
     plot: Plot = None,
     force: Force = False,
     as_json: Json = False,
@@ -96,19 +90,18 @@ def bench(
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
         sizes = settings.gammas if compile else ()
-        engine, others = _engines(target, draft or [], sizes, dtype=dtype, device=device, quantize=quantize, task=task)
+        models = asked_models(context, draft=None, gamma=None, verify=None, compile=False)
+        engine, others = _engines(models, draft or [], sizes)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
-    if target and not draft:
+    if models.target and not draft:
         say("note: without --draft there is only plain decoding and prompt lookup to measure.")
     with steps(console(stderr=True)) as on_run:
         report = measure(engine, prompts, settings, line_up(engine, settings, others), on_run=on_run)
     _publish(report, plot, as_json)
 
 
-def _engines(
-    target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **where: Any
-) -> tuple[Engine, list[Side]]:
+def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, list[Side]]:
     """Return the engine with the first draft, and those with the other drafts, around the same target.
 
     With `sizes` there is a compiled one too, whose draft has a graph for chains of each size.
@@ -119,18 +112,24 @@ def _engines(
     from slipstream.execution.draft_graphs import DraftsInGraphs
     from slipstream.measure.environment import scorers
 
-    engine = load(target, drafts[0] if drafts else None, **where)
-    shared = getattr(engine.decoder.target, "model", None)
-    where.pop("quantize")  # the shared target is quantized already
-    where |= {"dtype": embedded(target, where["dtype"])[1], "tokenizer": engine.tokenizer}
-    others = [Side(load(shared, each, **where), each) for each in drafts[1:]]
+    engine = load(replace(models, draft=drafts[0] if drafts else None))
+    dtype = embedded(models.target, models.dtype)[1]
+    # The target that they share is loaded, and quantized, already.
+    shared = ModelOptions(
+        getattr(engine.decoder.target, "model", None),
+        dtype=dtype,
+        device=models.device,
+        task=models.task,
+        tokenizer=engine.tokenizer,
+    )
+    others = [Side(load(replace(shared, draft=each)), each) for each in drafts[1:]]
     if sizes:
-        first = drafts[0] if drafts else None if target else "embedded"
-        fast = load(shared, first, gamma=max(sizes), compile=True, progress=say, **where)
+        first = drafts[0] if drafts else None if models.target else "embedded"
+        fast = load(replace(shared, draft=first, gamma=max(sizes), compile=True), progress=say)
         for model in scorers(fast.decoder)[1:]:
             if isinstance(model, DraftsInGraphs):
                 model.make_draft_graphs(sizes, say)
-        others.append(Side(fast, models[-1].name if (models := scorers(engine.decoder)[1:]) else first, COMPILED))
+        others.append(Side(fast, found[-1].name if (found := scorers(engine.decoder)[1:]) else first, COMPILED))
     return engine, others
 
 

@@ -16,22 +16,11 @@ from rich.text import Text
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    Gamma,
     Lossless,
     Plain,
-    Target,
-    TargetOptions,
-    ThreadOptions,
-    Tree,
-    Verify,
+    asked_models,
     grouped,
     option,
-    placed,
-    shaped,
     with_options,
 )
 from slipstream.cli.settings import answer_as_dict, call_options
@@ -56,19 +45,13 @@ COMMANDS = {
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, grouped("sampling"))
+@with_options(
+    grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma=5, verify="block"), grouped("sampling")
+)
 def chat(
     context: typer.Context,
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Gamma = 5,
-    tree: Tree = None,
-    verify: Verify = "block",
     lossless: Lossless = False,
     plain: Plain = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    compile: Compile = False,
     system: System = None,
     raw: Raw = False,
     as_json: Json = False,
@@ -86,8 +69,7 @@ def chat(
     with busy(console(stderr=True), "loading"):
         from slipstream.engine.load import load
 
-        how: dict[str, Any] = {"dtype": dtype, "device": device, "compile": compile, "batch_size": 1, "verify": verify}
-        engine = load(target, draft, progress=say, **shaped(context), **placed(context), **how)
+        engine = load(asked_models(context, batch_size=1), progress=say)
     tell(engine.notes)
     if not raw and not getattr(engine.tokenizer, "chat_template", None):
         raise ValueError(f"{engine.decoder.target.name} has no chat template: --raw continues text as it is.")

@@ -11,25 +11,13 @@ from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import (
     SAMPLING,
-    BatchSize,
     Chat,
-    Compile,
-    Device,
-    Draft,
-    Dtype,
     File,
-    Gamma,
     Prompts,
     ReportJson,
-    Target,
-    TargetOptions,
-    Task,
-    ThreadOptions,
-    Tree,
-    Verify,
+    asked_models,
+    grouped,
     options_of,
-    placed,
-    shaped,
     with_options,
 )
 from slipstream.core.options import SHAPES
@@ -53,22 +41,15 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", 
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, options_of(SHAPES))
+@with_options(
+    grouped("pair", "rounds", "tree", "compile", "rows", "task", "threads", "target", gamma=5, verify="block"),
+    options_of(SHAPES),
+)
 def check(
     context: typer.Context,
     prompts: Prompts = None,
     file: File = None,
     chat: Chat = False,
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Gamma = 5,
-    tree: Tree = None,
-    verify: Verify = "block",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    batch_size: BatchSize = 8,
-    compile: Compile = False,
-    task: Task = None,
     max_new_tokens: MaxNewTokens = 64,
     samples: Samples = 1500,
     temperature: Temperature = None,
@@ -88,9 +69,7 @@ def check(
     items = sound(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
-        names = ("verify", "dtype", "device", "batch_size", "compile", "task")
-        how = {name: context.params[name] for name in names}
-        engine = load(target, draft, progress=say, **shaped(context), **placed(context), **how)
+        engine = load(asked_models(context), progress=say)
     tell(engine.notes)
     try:
         with steps(console(stderr=True)) as on_step:

@@ -16,41 +16,27 @@ from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
     Audio,
-    BatchSize,
     Chat,
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    ExactShape,
     Explain,
     File,
     Force,
     FormOptions,
-    Gamma,
     Image,
     Json,
     Lossless,
     Out,
     Plain,
-    PlanFile,
     Profile,
     Prompts,
     Resume,
     Stream,
-    Target,
-    TargetOptions,
-    Task,
-    ThreadOptions,
-    Tree,
-    Verify,
+    asked_models,
     grouped,
-    placed,
-    shaped,
     with_options,
 )
 from slipstream.cli.settings import answer_as_dict, call_options, read_form
 from slipstream.cli.work import Work
+from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions
 from slipstream.core.options import OPTIONS
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import Explanation
@@ -76,9 +62,14 @@ class OutputOptions:
     force: Force = False
 
 
+LOADED = ("pair", "rounds", "tree", "plan", "shape", "task", "compile", "rows", "threads", "target")
+"""The groups of options for loading models."""
+
+
 @app.command()
 @with_options(
-    TargetOptions, ThreadOptions, grouped("sampling"), FormOptions, grouped("samples", "beams", "output"), OutputOptions
+    *(grouped(*LOADED, gamma=5, verify="block"), grouped("sampling"), FormOptions),
+    *(grouped("samples", "beams", "output"), OutputOptions),
 )
 def generate(
     context: typer.Context,
@@ -87,20 +78,8 @@ def generate(
     chat: Chat = False,
     image: Image = None,
     audio: Audio = None,
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Gamma = 5,
-    tree: Tree = None,
-    verify: Verify = "block",
-    plan: PlanFile = None,
     lossless: Lossless = False,
-    exact_shape: ExactShape = False,
     plain: Plain = False,
-    task: Task = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    batch_size: BatchSize = 8,
-    compile: Compile = False,
 ) -> None:
     """Continue prompts; with an encoder-decoder, translate or summarize them.
 
@@ -124,7 +103,7 @@ def generate(
         if any(not item.error for item in items):
             from slipstream.engine.load import load
 
-            engine = load(target, draft, progress=say, **_load_arguments(context))
+            engine = load(_models(context), progress=say)
             for name, value in form.items():
                 options["grammar"] = getattr(engine.grammars, name)(value)
             items = [_encoded(engine, item) for item in items]
@@ -154,24 +133,17 @@ def _answer(work: Work, params: dict[str, Any]) -> int:
     return code or (WRONG if work.failed or any(item.error for item in work.items) else 0)
 
 
-def _load_arguments(context: typer.Context) -> dict[str, Any]:
-    """Return the arguments of `load`; with a plan, gamma and rule are None unless given, so that the plan sets them."""
-    params = context.params
-    names = ("verify", "dtype", "device", "batch_size", "compile", "exact_shape", "task")
-    how = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
-    if not params["plan"]:
-        return how
-    plan, temperature = Plan.read(params["plan"]), params["temperature"]
+def _models(context: typer.Context) -> ModelOptions:
+    """Return the models that the options ask for, with the plan read, and a note if it is for another temperature."""
+    models, temperature = asked_models(context), context.params["temperature"]
+    if models.plan is None:
+        return models
+    plan = Plan.read(models.plan)
     if plan.temperature != temperature:
         say(
             f"note: the plan was measured at temperature {plan.temperature:g}; at {temperature:g} others may be better."
         )
-    sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
-    return {
-        **how,
-        "plan": plan,
-        **{name: None for name, source in sources.items() if source and source.name == "DEFAULT"},
-    }
+    return replace(models, plan=plan)
 
 
 def _encoded(engine: Engine, item: Item) -> Item:
@@ -301,7 +273,7 @@ def _check_output(params: dict[str, Any]) -> None:
 
 
 # What determines the answers; draft, batch size and device do not.
-LAW = ("target", "task", "chat", "dtype", "encoder_dtype", "quantize", "verify", "plan", *(OPTIONS.keys() - {"plain"}))
+LAW = (*(name for name, each in MODEL_OPTIONS.items() if each.changes), "chat", *(OPTIONS.keys() - {"plain"}))
 
 
 def _begin(work: Work, item: Item) -> None:

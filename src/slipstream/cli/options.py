@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli.ranks import on_ranks
+from slipstream.core.model_options import DEVICES, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
 from slipstream.core.options import OPTIONS, WHEN
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
@@ -53,88 +54,19 @@ def parse_device_map(text: Any) -> Any:
     return devices
 
 
-def parse_precision(text: str) -> str:
-    """Check a precision of weights such as "int4?group=64" -> its text. Raises typer.BadParameter for anything else."""
-    from slipstream.kernels.quantization import Precision
-
+def parse_tree(text: Any) -> Any:
+    """Parse --tree: "3,2,1" -> (3, 2, 1); a default value is returned unchanged. Raises typer.BadParameter."""
+    if not isinstance(text, str):
+        return text
     try:
-        return str(Precision.read(text))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"{text!r} is not a list of candidates per level, such as 3,2,1."
+        raise typer.BadParameter(message) from None
 
 
-Target = Annotated[str | None, _option(MODELS, "MODEL", "Hub name or folder (or --model). Without: the embedded pair.")]
-Draft = Annotated[
-    str | None,
-    _option(
-        MODELS,
-        "DRAFT",
-        "Hub name or folder, int4, int8, window:N, lookup, ngram:FILE, datastore:DIR, exit:LAYERS, eagle3:NAME, "
-        "dflash:NAME, mtp, heads:DIR, tcp://HOST:PORT, embedded; chains 'a>b', choices 'a|b' and 'a||b' "
-        "(docs/drafts.md). Or --draft-model. Without: plain.",
-    ),
-]
-Gamma = Annotated[
-    Any,
-    _option(
-        *(MODELS, "N|auto", "Tokens drafted per round (or --num-speculative-tokens); auto: as many as pay."),
-        parser=parse_gamma,
-    ),
-]
-Tree = Annotated[str | None, _option(MODELS, "K,K,..", "Candidates per level instead of a chain, e.g. 3,2,1.")]
-Verify = Annotated[
-    str,
-    _option(
-        *(MODELS, "RULE"),
-        "token, block, match, coupled (a seed's text is the same with any draft), gbv:K (K paths a round), lenient:L.",
-    ),
-]
-PlanFile = Annotated[
-    str | None, _option(MODELS, "FILE", "A plan of `slipstream plan`; options given here come first.", "--plan")
-]
-Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output law.", "--lossless")]
-ExactShape = Annotated[
-    bool, _option(MODELS, None, "Run the target in one shape: same bits with and without a draft.", "--exact-shape")
-]
+Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output distribution.", "--lossless")]
 Plain = Annotated[bool, _option(MODELS, None, "Decode without the draft, to compare.", "--plain")]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    _option(MODELS, "NAME", "Of the weights: auto, float32, bfloat16 or float16."),
-]
-EncoderDtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    _option(MODELS, "NAME", "Of an encoder-decoder's encoder alone. Without: as --dtype.", "--encoder-dtype"),
-]
-Device = Annotated[str | None, _option(MODELS, "NAME", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.")]
-DeviceMap = Annotated[
-    Any,
-    _option(
-        *(MODELS, "NAME|JSON", "Spread the target's layers over devices: auto, balanced, or {layers: device}."),
-        "--device-map",
-        parser=parse_device_map,
-    ),
-]
-TensorParallel = Annotated[
-    bool,
-    _option(MODELS, None, "Divide the target among the processes that torchrun starts.", "--tensor-parallel"),
-]
-TrustRemoteCode = Annotated[
-    bool, _option(MODELS, None, "Run Python code that comes with the target: read it first.", "--trust-remote-code")
-]
-Compile = Annotated[
-    bool, _option(MODELS, None, "Make graphs of the models' passes first: about a minute, then faster.", "--compile")
-]
-Quantize = Annotated[
-    str | None,
-    _option(
-        *(MODELS, "NAME", "int8 or int4: the target's weights, which makes another model (or --draft int4, exact)."),
-        parser=parse_precision,
-    ),
-]
-Threads = Annotated[
-    int | None, _option(MODELS, "N", "Threads on CPUs. Without: as many as this process has cores for.", min=1)
-]
-BatchSize = Annotated[int, _option(MODELS, "N", "Prompts that run together.", min=1)]
 Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
 JsonSchemaFile = Annotated[
     Path | None, _option(SAMPLING, "FILE", "Answers are JSON by the schema in this file.", "--json-schema")
@@ -152,13 +84,6 @@ Image = Annotated[
 Audio = Annotated[
     list[Path] | None,
     typer.Option("--audio", metavar="FILE", help="A sound that the prompts are about, for audio models. Repeatable."),
-]
-Task = Annotated[
-    str | None,
-    _option(
-        *(MODELS, "TASK"),
-        "Of an encoder-decoder: translation_en_to_de, 'eng_Latn>deu_Latn', or text before each source, 'summarize: '.",
-    ),
 ]
 Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
@@ -178,50 +103,78 @@ KINDS: dict[Any, tuple[Any, str]] = {
     bool: (bool, ""),
     int: (int, "N"),
     float: (float, "X"),
+    str: (str, "TEXT"),
     list[str]: (list[str], "TEXT"),
     list[int]: (list[int], "ID"),
     dict[int, float]: (list[str], "ID=BIAS"),
     WHEN: (Literal["true", "false", "never"], "WHEN"),
+    RANKS: (bool, ""),
 }
-"""The kinds of options of a call -> their types on the command line, and what stands for a value in the help."""
+"""The kinds of options -> their types on the command line, and what stands for a value in the help."""
+
+PARSERS: dict[Any, Callable[[Any], Any]] = {
+    int | str: parse_gamma,
+    tuple[int, ...]: parse_tree,
+    DEVICES: parse_device_map,
+}
+"""The kinds of options whose values have a form of their own -> their parsers."""
 
 
-def options_of(names: Collection[str], **defaults: Any) -> type:
-    """Return a group of options for `with_options`: those options of a call, with their own defaults or these."""
+def declared_option(name: str) -> Any:
+    """Return the typer option for an option of a call or of models."""
+    each = (MODEL_OPTIONS | OPTIONS)[name]
+    parser = PARSERS.get(each.kind)
+    kind, metavar = (Any, "") if parser else KINDS.get(each.kind, (each.kind, ""))
+    repeated = " Repeatable." if kind in (list[str], list[int]) else ""
+    also = f" Or --{each.request.replace('_', '-')}." if each.request else ""
+    flags = (each.flag or f"--{name.replace('_', '-')}",) if kind is bool or len(name) == 1 else ()
+    bounds = {"min": each.possible.least, "max": each.possible.most} if each.is_number else {}
+    limits = {end: kind(bound) for end, bound in bounds.items() if math.isfinite(bound)}
+    panel = MODELS if name in MODEL_OPTIONS else OUTPUT if each.group == "output" else SAMPLING
+    return _option(
+        panel, each.metavar or metavar or None, f"{each.help}{repeated}{also}", *flags, parser=parser, **limits
+    )
+
+
+def options_of(names: Iterable[str], **defaults: Any) -> type:
+    """Return a group of options for `with_options`: those of a call or of models, with their own defaults or these."""
     kinds, values = dict[str, Any](), dict[str, Any]()
-    for each in (OPTIONS[name] for name in names):
-        kind, metavar = KINDS[each.kind]
-        repeated = " Repeatable." if kind in (list[str], list[int]) else ""
-        also = f" Or --{each.field.replace('_', '-')}." if each.field not in (each.name, None) else ""
-        flags = ("--" + each.name.replace("_", "-"),) if kind is bool or len(each.name) == 1 else ()
-        bounds = {"min": each.possible.least, "max": each.possible.most} if each.is_number else {}
-        limits = {name: kind(bound) for name, bound in bounds.items() if math.isfinite(bound)}
-        panel = OUTPUT if each.group == "output" else SAMPLING
-        made = _option(panel, metavar or None, f"{each.help}{repeated}{also}", *flags, **limits)
-        values[each.name] = defaults.get(each.name, each.default or None if repeated else each.default)
-        kinds[each.name] = Annotated[kind | None if values[each.name] is None else kind, made]
-    return type("CallOptions", (), {"__annotations__": kinds, **values})
+    for each in ((MODEL_OPTIONS | OPTIONS)[name] for name in names):
+        kind = Any if each.kind in PARSERS else KINDS.get(each.kind, (each.kind, ""))[0]
+        usual = False if kind is bool else None if each.default in ((), {}) else each.default
+        value = values[each.name] = defaults.get(each.name, usual)
+        kind = kind | None if value is None and kind is not Any else kind
+        kinds[each.name] = Annotated[kind, declared_option(each.name)]
+    return type("Options", (), {"__annotations__": kinds, **values})
 
 
-def grouped(*groups: str) -> type:
-    """Return the options of a call that commands take together, for `with_options`."""
-    return options_of([name for name, each in OPTIONS.items() if each.group in groups])
+def grouped(*groups: str, without: Collection[str] = (), **defaults: Any) -> type:
+    """Return the options that commands take together, for `with_options`."""
+    every = (MODEL_OPTIONS | OPTIONS).values()
+    return options_of((each.name for each in every if each.group in groups and each.name not in without), **defaults)
 
 
-class ThreadOptions:
-    """The option for the number of threads, of all commands that run models; `with_options` applies it."""
+def asked_models(context: typer.Context, **more: Any) -> ModelOptions:
+    """Return the options of models that a command has; a tree or a plan sets what was not written."""
+    params, written = context.params, written_parameters(context)
+    asked = {name: params[name] for name in MODEL_OPTIONS if name in params}
+    if params.get("plan"):
+        asked |= {name: None for name in ("gamma", "verify") if name not in written}
+    if params.get("tree") and "gamma" not in written:
+        asked["gamma"] = None
+    if "tp_plan" in asked:
+        asked["tp_plan"] = "auto" if asked["tp_plan"] else None
+    return ModelOptions(**{**asked, **more})
 
-    threads: Threads = None
 
-
-class TargetOptions:
-    """The options for loading the target, besides its dtype and device."""
-
-    encoder_dtype: EncoderDtype = None
-    quantize: Quantize = None
-    device_map: DeviceMap = None
-    tensor_parallel: TensorParallel = False
-    trust_remote_code: TrustRemoteCode = False
+Target = Annotated[str | None, declared_option("target")]
+Draft = Annotated[str | None, declared_option("draft")]
+Quantize = Annotated[str | None, declared_option("quantize")]
+Dtype = Annotated[DTYPES, declared_option("dtype")]
+Device = Annotated[str | None, declared_option("device")]
+Compile = Annotated[bool, declared_option("compile")]
+BatchSize = Annotated[int, declared_option("batch_size")]
+ThreadOptions = options_of(["threads"])
 
 
 class FormOptions:
@@ -246,7 +199,7 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
                 from slipstream.kernels.threads import use_threads
 
                 use_threads(values["threads"])
-            if values.get("tensor_parallel"):
+            if values.get("tp_plan"):
                 on_ranks(partial(command, **arguments))
             else:
                 command(**arguments)
@@ -263,30 +216,6 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
         return run
 
     return extended
-
-
-def parse_tree(text: str | None) -> tuple[int, ...] | None:
-    """Parse --tree: "3,2,1" -> (3, 2, 1), None -> None. Raises ValueError for anything else."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--tree {text!r} is not a list of candidates per level, such as 3,2,1.") from None
-
-
-def placed(context: typer.Context) -> dict[str, Any]:
-    """Return the arguments of `load` for the options in `TargetOptions` that were given; others are left out."""
-    arguments = {name: value for name in get_type_hints(TargetOptions) if (value := context.params[name])}
-    return {**arguments, "tp_plan": "auto"} if arguments.pop("tensor_parallel", False) else arguments
-
-
-def shaped(context: typer.Context) -> dict[str, Any]:
-    """Return the arguments of `load` for tree and gamma; with a tree, the default gamma is replaced by None."""
-    tree, gamma = parse_tree(context.params["tree"]), context.params["gamma"]
-    if tree and "gamma" not in written_parameters(context):
-        gamma = None
-    return {"tree": tree, "gamma": gamma}
 
 
 def written_parameters(context: typer.Context) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,17 +17,11 @@ from slipstream.cli.options import (
     SAMPLING,
     Batches,
     Chat,
-    Compile,
-    Device,
-    Dtype,
     File,
     Force,
     Prompts,
-    Quantize,
-    Target,
-    Task,
-    ThreadOptions,
-    Verify,
+    asked_models,
+    grouped,
     option,
     options_of,
     refuse_others,
@@ -35,6 +30,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures, plan_table
 from slipstream.cli.plan_fleet import FleetOptions, show_fleets
+from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
@@ -76,22 +72,18 @@ Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON obj
 
 
 @app.command()
-@with_options(FigureOptions, FleetOptions, ThreadOptions, options_of([*SHAPES, "seed"]))
+@with_options(
+    *(FigureOptions, FleetOptions, options_of(["target", "verify"], verify="block")),
+    *(grouped("compile", "task", "threads", "target", without=["tp_plan"]), options_of([*SHAPES, "seed"])),
+)
 def plan(
     context: typer.Context,
     prompts: Prompts = None,
     file: File = None,
     chat: Chat = False,
-    target: Target = None,
     draft: Drafts = None,
     gamma: Gammas = None,
     batch: Batches = None,
-    verify: Verify = "block",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    compile: Compile = False,
-    quantize: Quantize = None,
-    task: Task = None,
     max_new_tokens: NewTokens = None,
     sample: Sample = None,
     repetitions: Repetitions = None,
@@ -118,10 +110,10 @@ def plan(
     _check_outputs(context.params)
     texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
     with busy(console(stderr=True), "loading"):
-        how = {name: context.params[name] for name in ("verify", "dtype", "device", "compile", "quantize", "task")}
-        engine, drafters = _load(target, draft or [], settings.sizes, **how)
+        models = asked_models(context, draft=None, gamma=None)
+        engine, drafters = _load(models, draft or [], settings.sizes)
     report = _measured(engine, drafters, texts, settings)
-    made = report.plan(target, engine.decoder.target.vocab, dtype, compile, quantize)
+    made = report.plan(models, engine.decoder.target.vocab)
     print(json_text(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
     _write(made, report, save, plot)
     _export(made, export or [])
@@ -200,24 +192,22 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
     return [items[place * len(items) // count].prompt for place in range(count)]
 
 
-def _load(
-    target: str | None, drafts: Sequence[str], sizes: tuple[int, ...], **how: Any
-) -> tuple[Engine, dict[str, Drafter]]:
+def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, dict[str, Drafter]]:
     """Load the engine without a draft, and each drafter by its specification; compiled ones draft chains of `sizes`."""
     from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.specification import drafter, paths_shape
     from slipstream.engine.load import embedded, load
     from slipstream.execution.passes import Mode
 
-    if target is not None and not drafts:
+    if models.target is not None and not drafts:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
-    place, dtype = embedded(target, how["dtype"])
-    engine = load(place, progress=say, **{**how, "dtype": dtype})
-    mode = Mode(how["compile"], ahead=sizes, progress=say)
+    place, dtype = embedded(models.target, models.dtype)
+    engine = load(replace(models, target=place, dtype=dtype), progress=say)
+    mode = Mode(models.compile, ahead=sizes, progress=say)
     paths = engine.rule.paths
     shape = paths_shape(paths, max(sizes)) if paths else None
     context = BuildContext(
-        *(engine.decoder.target, engine.tokenizer, dtype, how["device"], shape), mode=mode, independent=bool(paths)
+        *(engine.decoder.target, engine.tokenizer, dtype, models.device, shape), mode=mode, independent=bool(paths)
     )
     return engine, {name: drafter(name, context) for name in drafts or ["embedded"]}
 
@@ -258,9 +248,10 @@ def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
         print(json_text(made.as_dict(), ensure_ascii=False))
     elif not engines:
         gammas = ", ".join(f"{gamma} for {rows}" for rows, gamma in sorted(made.gammas.items()))
-        what = f"draft {made.draft}, gamma by rows: {gammas}" if made.speculates else "do not speculate"
-        how = f"{made.verify} verification, temperature {made.temperature:g}, {made.dtype}"
-        print(f"{made.target or 'the embedded pair'}: {what}\n{how}; measured {made.machine.get('date', 'elsewhere')}")
+        what = f"draft {made.models.draft}, gamma by rows: {gammas}" if made.speculates else "do not speculate"
+        how = f"{made.models.verify} verification, temperature {made.temperature:g}, {made.models.dtype}"
+        target, date = made.models.target or "the embedded pair", made.machine.get("date", "elsewhere")
+        print(f"{target}: {what}\n{how}; measured {date}")
     _export(made, engines)
 
 

@@ -13,22 +13,10 @@ import typer
 from slipstream.cli.app import app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    Gamma,
     Lossless,
-    PlanFile,
-    Target,
-    TargetOptions,
-    Task,
-    ThreadOptions,
-    Tree,
-    Verify,
+    asked_models,
+    grouped,
     option,
-    placed,
-    shaped,
     with_options,
 )
 
@@ -96,21 +84,17 @@ RayAddress = Annotated[
 ]
 
 
+SERVED = grouped(
+    *("pair", "rounds", "tree", "plan", "task", "compile", "threads", "target"), gamma="auto", verify="block"
+)
+"""The options of models that serve many requests."""
+
+
 @app.command()
-@with_options(TargetOptions, ThreadOptions)
+@with_options(SERVED)
 def serve(
     context: typer.Context,
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Gamma = "auto",
-    tree: Tree = None,
-    verify: Verify = "block",
-    plan: PlanFile = None,
     lossless: Lossless = False,
-    task: Task = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    compile: Compile = False,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: Keys = None,
@@ -174,7 +158,7 @@ def _recipe(context: typer.Context) -> Recipe:
         hosts=None if params["api_key_file"] else Hosts.of(params["host"], params["allow_hosts"] or ()),
     )
     room = Capacity(params["max_rows"], cache, limit, params["prefill_chunk"])
-    return Recipe(served_models(context), settings, room, read_template(params["chat_template"]))
+    return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
 
 
 def read_template(file: Path | None) -> str | None:
@@ -196,17 +180,6 @@ def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
     with listen(params["host"], params["port"]) as listener:  # Ray needs a port number, so 0 becomes a free one
         port = listener.getsockname()[1]
     return Cluster(params["ray_address"], params["host"], port).run_to_end(recipe, scale)
-
-
-def served_models(context: typer.Context) -> dict[str, Any]:
-    """Return the arguments of `slipstream.load` for a command's options, for models that serve many requests."""
-    params = context.params
-    names = ("target", "draft", "verify", "dtype", "device", "compile", "task", "plan", "threads")
-    arguments = {**shaped(context), **placed(context), **{name: params[name] for name in names}}
-    if params["plan"]:  # the plan sets what was not given
-        sources = {name: context.get_parameter_source(name) for name in ("gamma", "verify")}
-        arguments |= {name: None for name, source in sources.items() if source and source.name == "DEFAULT"}
-    return arguments
 
 
 def _log(path: str | None) -> Any:

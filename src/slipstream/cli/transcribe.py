@@ -5,25 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli.app import app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
-    Compile,
-    Device,
-    Draft,
-    Dtype,
-    Gamma,
     Plain,
-    Target,
-    TargetOptions,
-    ThreadOptions,
-    Verify,
+    asked_models,
+    grouped,
     options_of,
-    placed,
     with_options,
 )
 from slipstream.text.jsontext import json_text
@@ -51,18 +43,13 @@ Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the sa
 
 
 @app.command()
-@with_options(TargetOptions, ThreadOptions, options_of(["temperature"]))
+@with_options(
+    grouped("pair", "rounds", "compile", "threads", "target", gamma=5, verify="block"), options_of(["temperature"])
+)
 def transcribe(
     context: typer.Context,
     sounds: Sounds,
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Gamma = 5,
-    verify: Verify = "block",
     plain: Plain = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    compile: Compile = False,
     language: Language = None,
     translate: Translate = False,
     form: FormOption = TranscriptFormat.TEXT,
@@ -72,13 +59,12 @@ def transcribe(
 
     Example: slipstream transcribe talk.wav --target openai/whisper-small --draft openai/whisper-tiny --format srt
     """
-    if target is None:
+    if context.params["target"] is None:
         raise ValueError("the embedded target reads text: name a Whisper with --target, such as openai/whisper-small.")
     with busy(console(stderr=True), "loading"):
         from slipstream.engine.load import load
 
-        how: dict[str, Any] = {"dtype": dtype, "device": device, "compile": compile, "gamma": gamma, "verify": verify}
-        engine = load(target, draft, progress=say, **placed(context), **how)
+        engine = load(asked_models(context), progress=say)
     tell(engine.notes)
     form = TranscriptFormat.JSON if as_json else form
     task, timestamps = "translate" if translate else "transcribe", form is not TranscriptFormat.TEXT

@@ -40,13 +40,15 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a call: what it means, what values are possible, and its names elsewhere.
+    """An option: what it means, what values are possible, and its names elsewhere.
 
     `kind` is the type of a value in JSON. Numbers lie within `bounds`, which `words` describe, and in requests within
     `served`. `request` is its field in requests, `hf` its name in transformers; "" is the same name, None is none.
     Requests take it under the names `also` too.
 
-    Commands take the options of a `group` together. Greedy decoding ignores an option that `warps`.
+    Commands take the options of a `group` together. Greedy decoding ignores an option that `warps`. Of those of models,
+    a `flag` is the name of a command's option if it is another, `changes` says whether the distribution may be another
+    one, and `one_piece` why a target that is divided among processes cannot have the option.
     """
 
     name: str
@@ -61,6 +63,10 @@ class Option:
     also: tuple[str, ...] = ()
     group: str = "sampling"
     warps: bool = False
+    metavar: str = ""
+    flag: str = ""
+    changes: bool = True
+    one_piece: str = ""
 
     @property
     def field(self) -> str | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.media import only
+from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions, signature_of
 from slipstream.core.protocols import Controller
 from slipstream.core.source import SourceFrame
-from slipstream.core.values import true_or_false, whole_number
 from slipstream.decoding.captured_verification import verification_on
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
@@ -34,27 +35,7 @@ GAMMA = 5
 
 
 def load(
-    target: Any = None,
-    draft: Any = None,
-    *,
-    dtype: Any = "auto",
-    encoder_dtype: Any = None,
-    device: str | None = None,
-    gamma: int | str | Controller | None = None,
-    batch_size: int = 8,
-    tree: Sequence[int] | None = None,
-    verify: str | Rule | None = None,
-    plan: Plan | str | Path | None = None,
-    exact_shape: bool = False,
-    tokenizer: Any = None,
-    processor: Any = None,
-    task: str | Task | None = None,
-    compile: bool = False,
-    quantize: str | Precision | None = None,
-    tp_plan: Any = None,
-    threads: int | None = None,
-    progress: Callable[[str], object] | None = None,
-    **from_pretrained: Any,
+    target: Any = None, draft: Any = None, *, progress: Callable[[str], object] | None = None, **options: Any
 ) -> Engine:
     """Load a target and a draft -> an Engine that generates text with them.
 
@@ -99,38 +80,37 @@ def load(
     be loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is
     for another target.
     """
-    if made := _read_plan(plan):
-        made.check_target(source_name(target))
-        target, draft = made.target if target is None else target, made.draft if draft is None else draft
-        compile, quantize = compile or made.compile, quantize or made.quantize
-        verify, dtype = verify or made.verify, made.dtype if dtype == "auto" else dtype
-    draft, (target, dtype) = "embedded" if target is draft is None else draft, embedded(target, dtype)
-    shape, chosen = read_tree(tree, gamma, draft), BLOCK if verify is None else rule(verify)
-    shape = _with_paths(shape, chosen, steering := _controller(tree, gamma, made), draft)
-    _check_settings(tokenizer, exact_shape, shape, compile, batch_size)
-    use_threads(threads)
-    mode = Mode(compile, False if exact_shape else None, progress=progress, precision=_precision(quantize))
-    scorer = target_scorer(target, dtype, device, mode, tp_plan, encoder_dtype=encoder_dtype, **from_pretrained)
-    tokenizer = _tokenizer(target, tokenizer, from_pretrained.get("trust_remote_code", False))
+    how = target if isinstance(target, ModelOptions) else ModelOptions.of(target, draft, **options)
+    if made := _read_plan(how.plan):
+        made.check_target(source_name(how.target))
+        how = how.over(made.models)
+    draft = "embedded" if how.target is how.draft is None else how.draft
+    target, dtype = embedded(how.target, how.dtype)
+    how = replace(how, target=target, draft=draft, dtype=dtype)
+    shape, chosen = read_tree(how.tree, how.gamma, draft), BLOCK if how.verify is None else rule(how.verify)
+    shape = _with_paths(shape, chosen, steering := _controller(how.tree, how.gamma, made), draft)
+    _check_settings(how, shape)
+    use_threads(how.threads)
+    mode = Mode(how.compile, False if how.exact_shape else None, progress=progress, precision=_precision(how.quantize))
+    scorer = target_scorer(how, mode)
+    tokenizer = find_tokenizer(target, how.trust_remote_code) if how.tokenizer is None else how.tokenizer
     if made:
         made.check_target(None, scorer.vocab)
-    framing, eos = _frame(scorer, tokenizer, task, exact_shape), _eos(scorer.model, tokenizer)
+    framing, eos = _frame(scorer, tokenizer, how.task, how.exact_shape), _eos(scorer.model, tokenizer)
     ahead, verification = mode.of_draft(_graph_gammas(steering)), verification_on(scorer.device, mode)
-    context = BuildContext(scorer, tokenizer, dtype, device, shape, mode=ahead, independent=bool(chosen.paths))
+    context = BuildContext(scorer, tokenizer, dtype, how.device, shape, mode=ahead, independent=bool(chosen.paths))
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
-    decoder = Decoder(scorer, drafts, controller=steering, batch_size=batch_size, verification=verification)
-    media, notes = _media(target, scorer, processor)
+    decoder = Decoder(scorer, drafts, controller=steering, batch_size=how.batch_size, verification=verification)
+    media, notes = _media(target, scorer, how.processor)
     notes += _notes(context, decoder, media is not None, proposes=draft is made is None)
-    engine = Engine(decoder, tokenizer, eos, chosen, exact_shape and draft is not None, notes, framing, media)
-    if compile:
+    engine = Engine(decoder, tokenizer, eos, chosen, how.exact_shape and draft is not None, notes, framing, media)
+    if how.compile:
         engine.warm_up()
     release_threads()  # generation may run in another thread
     return engine
 
 
-def _tokenizer(target: Any, chosen: Any, trust_remote_code: bool) -> Any:
-    """Return the tokenizer that the user chose, else the one that is stored with the target; None if there is none."""
-    return find_tokenizer(target, trust_remote_code) if chosen is None else chosen
+load.__signature__ = signature_of(load)  # type: ignore[attr-defined]  # with the options by their names
 
 
 def _with_paths(
@@ -194,18 +174,15 @@ def _read_plan(plan: Any) -> Plan | None:
     return Plan.read(plan)
 
 
-def _check_settings(
-    tokenizer: Any, exact_shape: bool, tree: Sequence[int] | None, compile: bool, batch_size: int
-) -> None:
+def _check_settings(how: ModelOptions, tree: Sequence[int] | None) -> None:
     """Raise ValueError, before anything is loaded, for settings that are not possible or exclude each other."""
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+    if how.tokenizer is not None and not callable(getattr(how.tokenizer, "decode", None)):
         raise ValueError(
-            f"tokenizer={tokenizer!r} is not possible: give one of transformers, or None for the target's."
+            f"tokenizer={how.tokenizer!r} is not possible: give one of transformers, or None for the target's."
         )
-    whole_number("batch_size", batch_size, 1)
-    true_or_false("exact_shape", exact_shape)
-    true_or_false("compile", compile)
-    if exact_shape and (tree or compile):
+    for name, option in MODEL_OPTIONS.items():
+        option.check(getattr(how, name))
+    if how.exact_shape and (tree or how.compile):
         other = "a tree or several paths" if tree else "compile=True"
         raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
 

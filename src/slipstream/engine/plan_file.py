@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions
 from slipstream.files import JsonObject, atomic_write
 from slipstream.text.jsontext import json_text
 
@@ -18,39 +19,31 @@ KIND = JsonObject("plan", {"format": FORMAT})
 """The format that tells a plan file from other JSON files."""
 
 KINDS: dict[str, tuple[type, ...]] = {
-    "target": (str, type(None)),
-    "draft": (str, type(None)),
     "vocab": (int,),
-    "verify": (str,),
-    "dtype": (str,),
     "temperature": (int, float),
-    "compile": (bool,),
-    "quantize": (str, type(None)),
     "machine": (dict,),
     "figures": (dict,),
 }
-"""The fields of the file besides `gammas`, and the types they may have."""
+"""The fields of the file besides `gammas` and the options of models, and the types they may have."""
+
+ALWAYS = ("target", "draft", "verify", "dtype", "compile", "quantize")
+"""The options of models that the file names even if they have their defaults."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """A plan: the chosen draft and gammas, and the measurements that they rest on.
 
-    `target` and `draft` are written as they were given to `load`; without a target it is the embedded pair, without a
-    draft nothing drafts. `gammas` holds tokens drafted per round by the number of rows that run together; 0 is plain
-    decoding. `vocab` is the size of the target's logits. `machine` and `figures` are for the reader: what it was
-    measured on, and what was measured, predicted and verified.
+    `models` are the options to load them with, written as they were given; without a target it is the embedded pair,
+    without a draft nothing drafts. `gammas` holds tokens drafted per round by the number of rows that run together; 0
+    is plain decoding. `vocab` is the size of the target's logits. `machine` and `figures` are for the reader: what it
+    was measured on, and what was measured, predicted and verified.
     """
 
-    target: str | None
-    draft: str | None
+    models: ModelOptions
     gammas: Mapping[int, int]
     vocab: int
-    verify: str = "block"
-    dtype: str = "auto"
     temperature: float = 0.0
-    compile: bool = False
-    quantize: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,15 +54,13 @@ class Plan:
     @property
     def speculates(self) -> bool:
         """Whether anything is drafted at all."""
-        return self.draft is not None and any(self.gammas.values())
+        return self.models.draft is not None and any(self.gammas.values())
 
     def check_target(self, name: str | None, vocab: int | None = None) -> None:
         """Raise ValueError if the plan was made for another target. What is None is not compared."""
-        ours = Path(self.target or "target").name
+        ours, target = Path(self.models.target or "target").name, self.models.target or "the embedded pair"
         if name is not None and Path(name).name != ours:
-            raise ValueError(
-                f"the plan is for {self.target or 'the embedded pair'}, not for {name}: make one for that."
-            )
+            raise ValueError(f"the plan is for {target}, not for {name}: make one for that.")
         if vocab is not None and vocab != self.vocab:
             raise ValueError(
                 f"the plan is for a target of {self.vocab} token ids, this one has {vocab}: make a new one."
@@ -84,8 +75,9 @@ class Plan:
         """Return the plan as a dictionary for JSON."""
         gammas = {str(rows): gamma for rows, gamma in sorted(self.gammas.items())}
         rest = {name: getattr(self, name) for name in KINDS}
-        head = {"format": FORMAT, "version": VERSION, "target": rest.pop("target"), "draft": rest.pop("draft")}
-        return {**head, "gammas": gammas, **rest}
+        models = {name: getattr(self.models, name) for name in MODEL_OPTIONS if name in ALWAYS}
+        models |= {name: value for name, value in self.models.given().items() if MODEL_OPTIONS[name].changes}
+        return {"format": FORMAT, "version": VERSION, **models, "gammas": gammas, **rest}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Plan:
@@ -110,10 +102,16 @@ class Plan:
 def _parsed(contents: dict[str, Any]) -> Plan:
     """Return the plan in a file's contents. Raises KeyError, TypeError or ValueError if they are damaged."""
     contents = {"quantize": None, **contents}  # older files lack this field
+    kept = [each for name, each in MODEL_OPTIONS.items() if name in ALWAYS or (each.changes and name in contents)]
+    models = {each.name: contents[each.name] for each in kept}
+    for each in kept:
+        missing = models[each.name] is None and each.default is None
+        if not missing and not isinstance(models[each.name], bool if each.kind is bool else str):
+            raise TypeError(f"{each.name} is {models[each.name]!r}")
     for name, kinds in KINDS.items():
         if not isinstance(contents[name], kinds):
             raise TypeError(f"{name} is {contents[name]!r}")
     gammas = {int(rows): gamma for rows, gamma in contents["gammas"].items()}
     if not all(isinstance(gamma, int) for gamma in gammas.values()):
         raise TypeError(f"gammas is {contents['gammas']!r}")
-    return Plan(gammas=gammas, **{name: contents[name] for name in KINDS})
+    return Plan(ModelOptions(**models), gammas, **{name: contents[name] for name in KINDS})

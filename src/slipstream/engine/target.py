@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions
 from slipstream.execution.passes import Mode
 from slipstream.execution.ranks import join
 from slipstream.kernels.cpu import kernel_missing
@@ -18,43 +19,38 @@ OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
 """Options of transformers that divide a model too; they are refused, because the other ranks would not take part."""
 
 
-def target_scorer(
-    source: Any, dtype: Any, device: str | None, mode: Mode, plan: Any = None, **options: Any
-) -> AnyScorer | LeadingScorer:
-    """Load a target -> its Scorer; with a `plan` for tensor parallelism, on all ranks. Raises ValueError."""
-    if refused := [name for name in OTHERWISE if name in options]:
+def target_scorer(how: ModelOptions, mode: Mode) -> AnyScorer | LeadingScorer:
+    """Load a target -> its Scorer; with a plan for tensor parallelism, on all ranks. Raises ValueError."""
+    source = how.target
+    if refused := [name for name in OTHERWISE if name in how.from_pretrained]:
         raise ValueError(f"{refused[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
-    if plan is None:
+    if how.tp_plan is None:
         if is_sharded(source):  # the other ranks have to load it together with this one
             raise ValueError(
                 f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
             )
-        return load_scorer(source, dtype, device, mode, **options)
-    others = {name: options.get(name) for name in ("device_map", "encoder_dtype")}
-    _check(source, plan, {"device": device, "quantize": mode.precision, **others})
+        return load_scorer(source, how.dtype, how.device, mode, **how.for_target())
+    _check(how)
     ranks = join()
     if not ranks.leads:
         raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
-    scorer = lead(ranks, source, dtype, plan, **options)
+    scorer = lead(ranks, source, how.dtype, how.tp_plan, **how.for_target())
     if mode.compiled:
         warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
     return scorer
 
 
-def _check(source: Any, plan: Any, others: dict[str, Any]) -> None:
+def _check(how: ModelOptions) -> None:
     """Raise ValueError for what cannot be divided among ranks."""
-    if not isinstance(source, str | Path):
+    if not isinstance(how.target, str | Path):
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
-    if plan != "auto" and not isinstance(plan, dict):
-        raise ValueError(f"tp_plan={plan!r} is not possible: give 'auto', or a dictionary of transformers' rules.")
-    if conflicting := [name for name, value in others.items() if value is not None]:
-        reason = {
-            "device": "every rank takes the device of its own number",
-            "quantize": "its kernels are for models in one piece",
-            "device_map": "a model is either divided or spread",
-            "encoder_dtype": "every rank reads its part in one dtype",
-        }[conflicting[0]]
-        raise ValueError(f"{conflicting[0]} cannot be used with tp_plan, for {reason}: leave one of them out.")
+    if how.tp_plan != "auto" and not isinstance(how.tp_plan, dict):
+        raise ValueError(
+            f"tp_plan={how.tp_plan!r} is not possible: give 'auto', or a dictionary of transformers' rules."
+        )
+    for name in how.given():
+        if reason := MODEL_OPTIONS[name].one_piece:
+            raise ValueError(f"{name} cannot be used with tp_plan, for {reason}: leave one of them out.")
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:

@@ -23,9 +23,11 @@ THEIRS = ("model", LOOKUP)
 
 def export(plan: Plan, engine: str) -> str:
     """Return the plan for one of `ENGINES`, as text. Raises ValueError for others, and for drafts they do not have."""
-    check_export(engine, plan.target)
-    if plan.draft is not None and _part(plan.draft).kind not in THEIRS:
-        raise ValueError(f"a draft like {plan.draft} is ours alone: {engine} drafts with models and by prompt lookup.")
+    check_export(engine, plan.models.target)
+    if plan.models.draft is not None and _part(plan.models.draft).kind not in THEIRS:
+        raise ValueError(
+            f"a draft like {plan.models.draft} is ours alone: {engine} drafts with models and by prompt lookup."
+        )
     return ENGINES[engine](plan)
 
 
@@ -43,11 +45,11 @@ def _gamma(plan: Plan) -> int:
 
 
 def _is_lookup(plan: Plan) -> bool:
-    return plan.draft is not None and _part(plan.draft).kind == LOOKUP
+    return plan.models.draft is not None and _part(plan.models.draft).kind == LOOKUP
 
 
 def _model(plan: Plan) -> str:
-    return _part(plan.draft or "").value
+    return _part(plan.models.draft or "").value
 
 
 def _part(draft: str) -> DrafterTerm:
@@ -64,7 +66,7 @@ def _transformers(plan: Plan) -> str:
     head = [
         "from transformers import AutoModelForCausalLM",
         "",
-        f'target = AutoModelForCausalLM.from_pretrained({plan.target!r}, dtype="{plan.dtype}")',
+        f'target = AutoModelForCausalLM.from_pretrained({plan.models.target!r}, dtype="{plan.models.dtype}")',
     ]
     if not plan.speculates:
         return "\n".join([*head, f"target.generate(**inputs, {sampling})  # do not speculate"])
@@ -73,7 +75,7 @@ def _transformers(plan: Plan) -> str:
     return "\n".join(
         [
             *head,
-            f'draft = AutoModelForCausalLM.from_pretrained({_model(plan)!r}, dtype="{plan.dtype}")',
+            f'draft = AutoModelForCausalLM.from_pretrained({_model(plan)!r}, dtype="{plan.models.dtype}")',
             f"draft.generation_config.num_assistant_tokens = {_gamma(plan)}",
             'draft.generation_config.num_assistant_tokens_schedule = "constant"',
             "draft.generation_config.assistant_confidence_threshold = 0.0",
@@ -84,7 +86,7 @@ def _transformers(plan: Plan) -> str:
 
 def _vllm(plan: Plan) -> str:
     """Return the command for vLLM, with the table of gammas by batch size if they differ."""
-    command = f"vllm serve {_quoted(plan.target)} --dtype {plan.dtype}"
+    command = f"vllm serve {_quoted(plan.models.target)} --dtype {plan.models.dtype}"
     if not plan.speculates:
         return f"{command}  # do not speculate"
     config: dict[str, Any] = {"method": "draft_model", "model": _model(plan)}
@@ -102,7 +104,7 @@ def _vllm(plan: Plan) -> str:
 
 def _sglang(plan: Plan) -> str:
     """Return the command for SGLang: gamma steps of one candidate each; its draft tokens include the pending token."""
-    command = f"python -m sglang.launch_server --model-path {_quoted(plan.target)} --dtype {plan.dtype}"
+    command = f"python -m sglang.launch_server --model-path {_quoted(plan.models.target)} --dtype {plan.models.dtype}"
     if not plan.speculates:
         return f"{command}  # do not speculate"
     size = f"--speculative-num-draft-tokens {_gamma(plan) + 1}"
@@ -116,7 +118,7 @@ def _sglang(plan: Plan) -> str:
 
 def _llama_cpp(plan: Plan) -> str:
     """Return the command for llama.cpp, with both models as GGUF files, made by its convert_hf_to_gguf.py."""
-    command = f"llama-server -m {_quoted(f'{plan.target}.gguf')}"
+    command = f"llama-server -m {_quoted(f'{plan.models.target}.gguf')}"
     if not plan.speculates:
         return f"{command}  # do not speculate"
     if _is_lookup(plan):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from slipstream.core.model_options import ModelOptions
 from slipstream.core.protocols import Drafter
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
@@ -141,19 +142,11 @@ class PlanReport:
         """The number of rows -> gamma of the chosen draft; 0: do not speculate."""
         return {rows: drafts[self.draft].gamma for rows, drafts in self.outlooks.items()}
 
-    def plan(
-        self, target: str | None, vocab: int, dtype: str, compile: bool = False, quantize: str | None = None
-    ) -> Plan:
-        """Return the choice as a plan for the target, which is named as it was given to `load`."""
+    def plan(self, models: ModelOptions, vocab: int) -> Plan:
+        """Return the choice as a plan for the target, loaded as `models` say."""
         draft = self.draft if any(self.gammas.values()) else None
-        how: dict[str, Any] = {
-            "verify": self.environment["rule"],
-            "dtype": dtype,
-            "compile": compile,
-            "quantize": quantize,
-        }
-        how |= {"temperature": self.settings.sampling.temperature, "machine": self.environment}
-        return Plan(target, draft, self.gammas, vocab, figures=self.figures(), **how)
+        models = replace(models, draft=draft, verify=self.environment["rule"], gamma=None)
+        return Plan(models, self.gammas, vocab, self.settings.sampling.temperature, self.environment, self.figures())
 
     def figures(self) -> dict[str, Any]:
         """Return all measured, predicted and verified figures as a dictionary for JSON."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
+from slipstream.core.model_options import ModelOptions
 from slipstream.engine.load import load
 from slipstream.serve.settings import Capacity, ServeSettings
 from slipstream.serve.state import ServerState
@@ -15,11 +15,10 @@ from slipstream.serve.state import ServerState
 class Recipe:
     """The arguments from which a server's state is made; it can be pickled, so that other processes make the same.
 
-    `models` are the arguments of `slipstream.load`, among them "target" and "draft"; `template` is a Jinja chat
-    template in place of the tokenizer's.
+    `template` is a Jinja chat template in place of the tokenizer's.
     """
 
-    models: dict[str, Any]
+    models: ModelOptions
     settings: ServeSettings
     room: Capacity
     template: str | None = None
@@ -27,11 +26,11 @@ class Recipe:
     @property
     def draft(self) -> str | None:
         """The name of the draft, as users wrote it; without a target it is the draft of the embedded pair."""
-        return self.models["draft"] or (None if self.models["target"] else "embedded")
+        return self.models.draft or (None if self.models.target else "embedded")
 
     def state(self, progress: Callable[[str], object] | None = None) -> ServerState:
         """Load the models -> the state of a server. Raises ValueError as `slipstream.load` does."""
-        engine = load(**self.models, batch_size=self.room.rows, progress=progress)
+        engine = load(replace(self.models, batch_size=self.room.rows), progress=progress)
         if self.template is not None:
             for owner in (engine.tokenizer, *([engine.media.processor] if engine.media else [])):
                 owner.chat_template = self.template

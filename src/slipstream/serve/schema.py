@@ -135,7 +135,7 @@ def fields_of(*groups: str) -> dict[str, Any]:
     """Return the fields of a body that set the options of some groups, under all of their names."""
     asked = [each for each in OPTIONS.values() if each.field and each.group in groups]
     others = {other: field_of(each, f"The same as {each.field}.") for each in asked for other in each.also}
-    return {each.field: field_of(each, each.help) for each in asked} | others
+    return {str(each.field): field_of(each, each.help) for each in asked} | others
 
 
 Sampled: Any = create_model("Sampled", __base__=Addressed, **fields_of("sampling", "samples", "service"))

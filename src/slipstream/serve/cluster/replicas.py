@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from slipstream.core.model_options import ModelOptions
 from slipstream.serve.app import create_app
 from slipstream.serve.cluster.routing import routing_key
 from slipstream.serve.cluster.scale import Scale
@@ -81,8 +82,7 @@ def deploy(arguments: Mapping[str, Any]) -> serve.Application:
     scale = Scale.read(options.pop("replicas", 1), options.pop("cpus", None), options.pop("gpus", None))
     room = Capacity(int(options.pop("max_rows", 16)))
     names = tuple(options.pop("names", ()) or [options.get("target") or "embedded"])
-    models, settings = {"target": None, "draft": None, **options}, ServeSettings(names)
-    return application(Recipe(models, settings, room), scale)
+    return application(Recipe(ModelOptions.of(**options), ServeSettings(names), room), scale)
 
 
 class Replica:

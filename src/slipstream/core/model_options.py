@@ -1,0 +1,171 @@
+"""`ModelOptions`: how models are loaded, each option declared once, as those of a call are in `options`.
+
+To add one, write it here, and use it where it acts, such as in `models/loading/load.py`, which gets those of the group
+"target" that were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from inspect import Parameter, Signature, signature
+from typing import Any, Literal
+
+from slipstream.core.options import declared, option
+
+DEVICES = str | dict[str, Any]
+"""The kind of `device_map`."""
+
+RANKS = Literal["auto"] | dict[str, str]
+"""The kind of `tp_plan`."""
+
+FLOATS = Literal["float32", "bfloat16", "float16"]
+DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def model_option(default: Any, group: str, help: str, metavar: str = "", kind: Any = str, **rest: Any) -> Any:
+    """Return a field of a dataclass that is an option of models."""
+    return option(default, help, metavar=metavar, kind=kind, group=group, **rest)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A target, a draft, and how they are loaded: the arguments of `load`, options of commands, and a part of a plan.
+
+    `from_pretrained` are further arguments of transformers, for the target.
+    """
+
+    target: Any = model_option(None, "pair", "Hub name or folder (or --model). Without: the embedded pair.", "MODEL")
+    draft: Any = model_option(
+        None,
+        "pair",
+        "Hub name or folder, int4, int8, window:N, lookup, ngram:FILE, datastore:DIR, exit:LAYERS, eagle3:NAME, "
+        "dflash:NAME, mtp, heads:DIR, tcp://HOST:PORT, embedded; chains 'a>b', choices 'a|b' and 'a||b' "
+        "(docs/drafts.md). Or --draft-model. Without: plain.",
+        "DRAFT",
+        changes=False,
+    )
+    gamma: Any = model_option(
+        None,
+        "rounds",
+        "Tokens drafted per round (or --num-speculative-tokens); auto: as many as pay.",
+        "N|auto",
+        int | str,
+        changes=False,
+    )
+    tree: Sequence[int] | None = model_option(
+        None, "tree", "Candidates per level instead of a chain, e.g. 3,2,1.", "K,K,..", tuple[int, ...], changes=False
+    )
+    verify: Any = model_option(
+        None,
+        "rounds",
+        "token, block, match, coupled (a seed's text is the same with any draft), gbv:K (K paths a round), lenient:L.",
+        "RULE",
+    )
+    plan: Any = model_option(None, "plan", "A plan of `slipstream plan`; options given here come first.", "FILE")
+    exact_shape: bool = model_option(
+        False, "shape", "Run the target in one shape: same bits with and without a draft.", "", bool, changes=False
+    )
+    task: Any = model_option(
+        None,
+        "task",
+        "Of an encoder-decoder: translation_en_to_de, 'eng_Latn>deu_Latn', or text before each source, 'summarize: '.",
+        "TASK",
+    )
+    compile: bool = model_option(
+        *(False, "compile", "Make graphs of the models' passes first: about a minute, then faster.", "", bool),
+        changes=False,
+    )
+    batch_size: int = model_option(
+        *(8, "rows", "Prompts that run together.", "N", int), words="at least 1", bounds="[1, inf)", changes=False
+    )
+    threads: int | None = model_option(
+        *(None, "threads", "Threads on CPUs. Without: as many as this process has cores for.", "N", int),
+        words="at least 1",
+        bounds="[1, inf)",
+        changes=False,
+    )
+    dtype: Any = model_option("auto", "target", "Of the weights: auto, float32, bfloat16 or float16.", "NAME", DTYPES)
+    device: str | None = model_option(
+        None,
+        "target",
+        "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.",
+        "NAME",
+        changes=False,
+        one_piece="every rank takes the device of its own number",
+    )
+    quantize: Any = model_option(
+        None,
+        "target",
+        "int8 or int4: the target's weights, which makes another model (or --draft int4, exact).",
+        "NAME",
+        one_piece="its kernels are for models in one piece",
+    )
+    encoder_dtype: Any = model_option(
+        None,
+        "target",
+        "Of an encoder-decoder's encoder alone. Without: as --dtype.",
+        "NAME",
+        FLOATS,
+        one_piece="every rank reads its part in one dtype",
+    )
+    device_map: Any = model_option(
+        None,
+        "target",
+        "Spread the target's layers over devices: auto, balanced, or {layers: device}.",
+        "NAME|JSON",
+        DEVICES,
+        changes=False,
+        one_piece="a model is either divided or spread",
+    )
+    tp_plan: Any = model_option(
+        None,
+        "target",
+        "Divide the target among the processes that torchrun starts.",
+        kind=RANKS,
+        flag="--tensor-parallel",
+        changes=False,
+    )
+    trust_remote_code: bool = model_option(
+        False, "target", "Run Python code that comes with the target: read it first.", "", bool, changes=False
+    )
+    tokenizer: Any = None
+    processor: Any = None
+    from_pretrained: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(target: Any = None, draft: Any = None, **given: Any) -> ModelOptions:
+        """Return the options for the arguments of `load`: what none of them is goes to `from_pretrained`."""
+        names = [each.name for each in fields(ModelOptions)]
+        known = {name: value for name, value in given.items() if name in names}
+        more = {name: value for name, value in given.items() if name not in names}
+        return ModelOptions(target, draft, **known, from_pretrained=more)
+
+    def given(self, *groups: str) -> dict[str, Any]:
+        """Return the options of these groups, or of all, that differ from their defaults."""
+        chosen = [each for each in MODEL_OPTIONS.values() if not groups or each.group in groups]
+        return {each.name: value for each in chosen if (value := getattr(self, each.name)) != each.default}
+
+    def over(self, plan: ModelOptions) -> ModelOptions:
+        """Return these options, where they are not given with those of a plan."""
+        return replace(self, **{**plan.given(), **self.given()})
+
+    def for_target(self) -> dict[str, Any]:
+        """Return the further arguments of `load_model` for the target."""
+        apart = ("dtype", "device", "quantize", "tp_plan")  # which the draft has too, or others than `load_model` read
+        target = {name: value for name, value in self.given("target").items() if name not in apart}
+        return {**target, **self.from_pretrained}
+
+
+MODEL_OPTIONS = declared(ModelOptions)
+"""All options of models, by their names."""
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """Return the signature of a function with the options by their names in place of `**options`."""
+    own = [
+        each for each in signature(function, eval_str=True).parameters.values() if each.kind != Parameter.VAR_KEYWORD
+    ]
+    more = [each for each in fields(ModelOptions) if each.name not in ("target", "draft", "from_pretrained")]
+    named = [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in more]
+    return Signature([*own, *named, Parameter("from_pretrained", Parameter.VAR_KEYWORD)])
