@@ -22,11 +22,11 @@ from toys import FAMILIES, GREEDY, SAMPLE, SEQ2SEQ, request, tiny
 LONG = {"max_position_embeddings": 1024}
 
 
-def model(family: str = "llama", seed: int = 0) -> CausalScorer:
+def model(family: str = "llama", seed: int = 0, kv_dtype: str | None = None) -> CausalScorer:
     """A tiny model with our kernels."""
     made = tiny(FAMILIES[family], seed, **LONG)
     assert can_pack(made)
-    return CausalScorer(packed(made))
+    return CausalScorer(packed(made), kv_dtype=kv_dtype)
 
 
 def decoder(gamma: int = 3) -> Decoder:
@@ -112,9 +112,12 @@ def test_sizes_that_cannot_be_are_refused(limit: int, block: int) -> None:
 # ---- with models ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
-def test_logits_after_a_hit_have_the_same_bits(family: str) -> None:
-    scorer, tokens = model(family), text(200)
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("llama", None), ("gemma3", None), ("mistral", None), ("llama", "int8"), ("gemma3", "int8")],
+)
+def test_logits_after_a_hit_have_the_same_bits(family: str, kv_dtype: str | None) -> None:
+    scorer, tokens = model(family, kv_dtype=kv_dtype), text(200)
     more = torch.tensor([text(5, seed=1)])
 
     def logits() -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.cache import rows as rows_module
 from slipstream.cache.rows import FIRST_SLOTS, RowCache
+from slipstream.cache.stores import FloatStore, Int8Store, Store
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 3, 2  # keys and values may differ in size
 
@@ -34,25 +35,29 @@ def run_pass(cache: RowCache, names: Sequence[Sequence[int]], first: int = 0) ->
     ]
 
 
-def assert_seen(seen: list[tuple[Tensor, Tensor]], texts: Sequence[Sequence[int]]) -> None:
-    """Every layer sees the texts, row by row, from slot 0 on."""
+def assert_seen(
+    seen: Sequence[tuple[Tensor, Tensor]], texts: Sequence[Sequence[int]], format: type[Store] = FloatStore
+) -> None:
+    """Every layer sees the texts, row by row, from slot 0 on, each token as this format keeps it alone."""
     for layer, (keys, values) in enumerate(seen):
         assert keys.shape[0] == values.shape[0] == len(texts)
         assert keys.shape[2] == values.shape[2] >= max(map(len, texts))
         for row, text in enumerate(texts):
-            for got, dim, sign in ((keys, KEY_DIM, 1), (values, VALUE_DIM, -1)):
-                want = stored([text], layer, dim, sign)[0]
-                torch.testing.assert_close(got[row, :, : len(text)], want, rtol=0, atol=0)
+            want = format.of(stored([text], layer, KEY_DIM, 1), stored([text], layer, VALUE_DIM, -1)).read(len(text))
+            for got, kept in zip((keys, values), want, strict=True):
+                assert torch.equal(got[row, :, : len(text)], kept[0])
 
 
 class Orders(RuleBasedStateMachine):
     """Any order of adding, forking, freeing, extending (also some rows alone), rolling back and keeping a tree's
     path."""
 
+    format: type[Store] = FloatStore
+
     def __init__(self) -> None:
         super().__init__()
         with patch.object(rows_module, "FIRST_SLOTS", 2):  # so that it grows often
-            self.cache = RowCache()
+            self.cache = RowCache(self.format)
         self.texts: list[list[int]] = []
         self.next = 1
 
@@ -88,8 +93,8 @@ class Orders(RuleBasedStateMachine):
         names = self.names(rows, count)
         seen = run_pass(self.cache, names, first)
         part = self.texts[first : first + rows]
-        assert_seen(seen, [[*text, *new] for text, new in zip(part, names, strict=True)])
-        assert_seen(self.cache.taking_part, [[*text, *new] for text, new in zip(part, names, strict=True)])
+        for found in (seen, [store.read(self.cache.end) for store in self.cache.taking_part]):
+            assert_seen(found, [[*text, *new] for text, new in zip(part, names, strict=True)], self.format)
         self.cache.advance(counts)
         for text, new, kept in zip(part, names, counts, strict=True):
             text += new[:kept]
@@ -124,18 +129,27 @@ class Orders(RuleBasedStateMachine):
     def stores_follow(self) -> None:
         """Whatever has grown, moved or gone since they were looked at last."""
         if self.texts:
-            assert_seen(self.cache.stores, self.texts)
+            most = max(map(len, self.texts))
+            assert_seen([store.read(most) for store in self.cache.stores], self.texts, self.format)
 
     def teardown(self) -> None:
         """All that is left, read through one more pass."""
         if self.texts:
             names = self.names(len(self.texts), 1)
             seen = run_pass(self.cache, names)
-            assert_seen(seen, [[*text, *new] for text, new in zip(self.texts, names, strict=True)])
+            assert_seen(seen, [[*text, *new] for text, new in zip(self.texts, names, strict=True)], self.format)
 
 
-TestOrders = Orders.TestCase
-TestOrders.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+class Int8Orders(Orders):
+    """The same in a cache of whole numbers with scales."""
+
+    format = Int8Store
+
+
+TestOrders, TestInt8Orders = Orders.TestCase, Int8Orders.TestCase
+TestOrders.settings = TestInt8Orders.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, derandomize=True
+)
 
 
 def test_growth_keeps_what_was_stored() -> None:
@@ -217,7 +231,7 @@ def test_a_fork_copies_no_more_than_is_in_use() -> None:
     cache.free([1])
     cache.fork([0])
     assert cache.lengths == [2, 2] and cache.bytes_in_use == 4 * cache.bytes_per_token > 0
-    for keys, values in cache.stores:
+    for keys, values in (store.read(4) for store in cache.stores):
         assert (keys[0, :, 2:4] != 0).all()
         assert not keys[1, :, 2:].any() and not values[1, :, 2:].any()
 

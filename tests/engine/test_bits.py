@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import slipstream
+from slipstream.cache.stores import Int8Store
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PanelLinear
 
@@ -21,6 +22,8 @@ KINDS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "cache in int8": {"dtype": "float32", "kv_dtype": "int8"},
+    "cache in int8, bfloat16": {"dtype": "bfloat16", "kv_dtype": "int8"},
 }
 ROWS = 8
 
@@ -52,11 +55,34 @@ def test_a_draft_changes_no_bit(kind: str) -> None:
     assert differences(slipstream.load(batch_size=ROWS, **KINDS[kind]), 16, 12) == 0
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "cache in int8", "cache in int8, bfloat16"])
+def test_trees_and_forks_change_no_bit(kind: str) -> None:
+    """Accepted tokens of a tree move together, and answers to one prompt begin as copies of its row."""
+    engine = slipstream.load(batch_size=ROWS, tree=(3, 2, 1), **KINDS[kind])
+    settings: dict[str, Any] = {"max_new_tokens": 16, "logprobs": 1, "ignore_eos": True, "n": 2}
+    for prompts in batches(8):
+        plain, drafted = (engine.generate(prompts[::2], plain=plain, **settings) for plain in (True, False))
+        assert sum(done.stats.accepted for done in drafted)
+        assert [(done.tokens, done.logprobs) for done in drafted] == [(done.tokens, done.logprobs) for done in plain]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_changes_no_bit_in_a_hundred_prompts(kind: str, compiled: bool) -> None:
     assert differences(slipstream.load(batch_size=ROWS, compile=compiled, **KINDS[kind]), 100, 24) == 0
+
+
+def test_a_scale_for_all_tokens_of_a_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of a cache in 8 bits: codes that depend on the tokens that were written together."""
+
+    def careless(keys: Tensor, values: Tensor) -> Int8Store:
+        scales = [each.abs().amax((2, 3), keepdim=True).expand(*each.shape[:3], 1) / 127 for each in (keys, values)]
+        codes = [(each / scale).round().to(torch.int8) for each, scale in zip((keys, values), scales, strict=True)]
+        return Int8Store(codes[0], scales[0], codes[1], scales[1])
+
+    monkeypatch.setattr(Int8Store, "of", staticmethod(careless))
+    assert differences(slipstream.load(batch_size=ROWS, **KINDS["cache in int8"]), 16, 12)
 
 
 def test_other_sums_for_many_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

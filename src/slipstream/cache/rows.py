@@ -174,7 +174,7 @@ class RowCache:
         if layer not in self._layers:
             # What is no layer, keys of indexers and hidden states, stays as it is.
             format = self._format if layer < INDEXER else FloatStore
-            like = format.of(keys[:, :, :0], values[:, :, :0])
+            like = format.of(keys[:, :, :1], values[:, :, :1])
             self._layers[layer], self._views = each_tensor(like, self._allocate), None
         return self._views_of(rows)[layer]
 

@@ -103,6 +103,7 @@ def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
         "target": target.name,
         "draft": getattr(draft, "name", type(drafter).__name__),
         **{f"{role}_weights": str(precision) for role, precision in quantized.items() if precision},
+        **({"kv_dtype": held} if (held := getattr(target, "kv_dtype", None)) else {}),
         "rule": case.rule.name,
         "gamma": case.gamma,
         **sampling,

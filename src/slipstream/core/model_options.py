@@ -101,6 +101,14 @@ class ModelOptions:
         "NAME",
         one_piece="its kernels are for models in one piece",
     )
+    kv_dtype: str | None = model_option(
+        None,
+        "target",
+        "Of the target's cache: int8 halves it, which makes another model.",
+        "NAME",
+        Literal["int8"],
+        one_piece="every rank keeps the type of its part",
+    )
     encoder_dtype: Any = model_option(
         None,
         "target",
@@ -152,7 +160,7 @@ class ModelOptions:
 
     def for_target(self) -> dict[str, Any]:
         """Return the further arguments of `load_model` for the target."""
-        apart = ("dtype", "device", "quantize", "tp_plan")  # which the draft has too, or others than `load_model` read
+        apart = ("dtype", "device", "quantize", "kv_dtype", "tp_plan")  # which the draft has too, or others than `load_model` read
         target = {name: value for name, value in self.given("target").items() if name not in apart}
         return {**target, **self.from_pretrained}
 

@@ -63,6 +63,9 @@ def load(
     is the target, and texts follow its law (CPUs only). To keep the law of the unquantized weights, quantize the draft
     instead: draft="int4" for the target's own weights, draft="NAME?quantize=int8" for those of a draft model.
 
+    `kv_dtype` ("int8") stores the target's keys and values in 8 bits, with a scale for each head of each token: about
+    half the memory of bfloat16. The model with this cache then is the target; the draft's own cache stays as it is.
+
     `dtype` ("auto", "float32", "bfloat16", "float16") and `device` apply to both models; to place them on different
     devices, pass loaded models. `encoder_dtype` is the type of an encoder-decoder target's encoder alone: "bfloat16"
     reads sources in half the time on CPUs beside a decoder in float32. The model with this encoder then is the target.
@@ -91,7 +94,8 @@ def load(
     shape = _with_paths(shape, chosen, steering := _controller(how.tree, how.gamma, made), draft)
     _check_settings(how, shape)
     use_threads(how.threads)
-    mode = Mode(how.compile, False if how.exact_shape else None, progress=progress, precision=_precision(how.quantize))
+    packed, precision = False if how.exact_shape else None, _precision(how.quantize)
+    mode = Mode(how.compile, packed, progress=progress, precision=precision, kv_dtype=how.kv_dtype)
     scorer = target_scorer(how, mode)
     tokenizer = find_tokenizer(target, how.trust_remote_code) if how.tokenizer is None else how.tokenizer
     if made:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from slipstream.cache.stores import FloatStore, Store, Stores
+from slipstream.cache.stores import Stores, store_format
 from slipstream.kernels.quantization import Precision
 
 Parts = tuple[Stores, Tensor, Tensor | None] | None
@@ -91,7 +91,7 @@ class Mode:
     `packed` None packs the weights of models that are loaded by name, where that is possible; a loaded model would need
     its weights twice. If `compiled`, a draft makes chains of the sizes `ahead` by one graph each and others by a graph
     per step; `ahead` is None for a model that is not a draft. `progress` is called when a graph is being made. A
-    `precision` quantizes the weights, and `stores` may round the cache, which makes another model.
+    `precision` quantizes the weights, a `kv_dtype` the cache; each makes another model. ValueError for an unknown one.
     """
 
     compiled: bool = False
@@ -99,11 +99,14 @@ class Mode:
     ahead: tuple[int, ...] | None = None
     progress: Callable[[str], object] | None = None
     precision: Precision | None = None
-    stores: type[Store] = FloatStore
+    kv_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        store_format(self.kv_dtype)
 
     def of_draft(self, ahead: tuple[int, ...]) -> Mode:
-        """Return the mode for the draft of a target in this mode: chains of these sizes, and weights not quantized."""
-        return replace(self, ahead=ahead, precision=None)
+        """Return the mode for the draft of a target in this mode: chains of these sizes, and nothing quantized."""
+        return replace(self, ahead=ahead, precision=None, kv_dtype=None)
 
 
 EAGER = Mode()

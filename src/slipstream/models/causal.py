@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from slipstream.cache.prefixes import PrefixCache
-from slipstream.cache.stores import FloatStore, Store
+from slipstream.cache.stores import store_format
 from slipstream.core.draft import Tree, padded, runs_of_texts
 from slipstream.core.law import Law
 from slipstream.core.media import Media, Modality
@@ -65,10 +65,10 @@ class CausalScorer:
         model: PreTrainedModel,
         name: str | None = None,
         execution: Execution | None = None,
-        format: type[Store] = FloatStore,
+        kv_dtype: str | None = None,
     ) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
-        self.model = model.eval()
+        self.model, self.kv_dtype = model.eval(), kv_dtype
         self._decoder = decoder = SourceDecoder(model) if model.config.is_encoder_decoder else None
         refuse_unsupported(model, self.name)
         self.device = input_device(model)  # where tokens go in and logits come out
@@ -81,15 +81,15 @@ class CausalScorer:
             execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
         # Only if the layers of a pass are known to receive its tokens as (rows, n).
         self._columns = shared_columns(decoder or model) if self.facts.proven else None
-        self._memory = Memory(decoder, reader, format)
+        self._memory = Memory(decoder, reader)
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
         self._chains: DraftChains | None = None
         self.fix_shape(None)
         if not self.facts.proven:
             probe(self, model.config.get_text_config().model_type)
-            self._memory.clear()
-            self.fix_shape(None)
+        self._memory.clear(store_format(kv_dtype))  # only now, since the probe compares with the model's own cache
+        self.fix_shape(None)
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
         """Return a Scorer that runs another model, of this one's layers or of copies, over the same rows and cache.

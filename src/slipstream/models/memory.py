@@ -29,24 +29,19 @@ class Memory:
     them: a model may give all tokens of an image fewer positions than there are tokens.
     """
 
-    def __init__(
-        self,
-        decoder: SourceDecoder | None = None,
-        reader: Reader | None = None,
-        format: type[Store] = FloatStore,
-    ) -> None:
+    def __init__(self, decoder: SourceDecoder | None = None, reader: Reader | None = None) -> None:
         """Make an empty memory; `decoder` and `reader` are as in `Sources`, None for a model without an encoder."""
-        self._decoder, self._reader, self._format = decoder, reader, format
+        self._decoder, self._reader = decoder, reader
         self._prefixes: PrefixCache | None = None
         self._owner = _Owner()
         self.clear()
 
-    def clear(self) -> None:
-        """Drop all rows and their storage."""
-        self.texts = RowCache(self._format)
+    def clear(self, format: type[Store] = FloatStore) -> None:
+        """Drop all rows and their storage; that of new ones has this format."""
+        self.texts = RowCache(format)
         self.media: list[Media | None] = []
         self.shifts: list[int] = []
-        self.sources = Sources(self._decoder, self._reader, self._format) if self._decoder else None
+        self.sources = Sources(self._decoder, self._reader, format) if self._decoder else None
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts in this prefix cache, and look them up there; None for no cache.

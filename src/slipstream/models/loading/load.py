@@ -174,7 +174,7 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
         # a layer that it packed itself, and fails.
         biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
         model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
-    scorer = CausalScorer(model, name, execution(model, name, mode), mode.stores)
+    scorer = CausalScorer(model, name, execution(model, name, mode), mode.kv_dtype)
     if scorer.execution is not None and mode.ahead is not None:
         scorer.make_draft_graphs(mode.ahead, mode.progress)
     return scorer
@@ -182,6 +182,8 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
 
 def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
     """Return the Scorer of a model with states, with packed weights if `packs`. ValueError if that is inexact too."""
+    if mode.kv_dtype:
+        raise ValueError(f"{name} keeps a state per row, which has no form in {mode.kv_dtype}: leave kv_dtype out.")
     try:
         scorer = StateScorer(packed_twin(model, name) if packs else model, name)
     except (AttributeError, KeyError, TypeError) as error:
