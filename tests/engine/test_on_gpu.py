@@ -67,6 +67,14 @@ def test_greedy_texts_by_fused_kernels_are_those_of_the_cpu(greedy: list[tuple[i
     assert texts(slipstream.load(dtype="float32", device="cuda", compile=True)) == greedy
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cache_in_8_bits_gives_the_texts_of_the_cpu(compiled: bool) -> None:
+    """Captured passes write codes and scales, and read them."""
+    plain = texts(slipstream.load(dtype="float32", device="cpu", kv_dtype="int8"), plain=True)
+    engine = slipstream.load(dtype="float32", device="cuda", compile=compiled, kv_dtype="int8")
+    assert texts(engine, plain=True) == plain == texts(engine)
+
+
 @pytest.mark.parametrize(("kind", "compiled"), [("model", True), ("tree", False)])
 def test_sampled_texts_follow_the_targets_law(kind: str, compiled: bool) -> None:
     """So few samples would not notice every broken rule; this is about draws and laws on a GPU."""

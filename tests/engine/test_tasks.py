@@ -77,7 +77,9 @@ def test_a_t5_drafts_for_itself_with_quantized_weights(pair: tuple[str, str], dr
     assert sum(each.stats.accepted for each in found) > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"draft": "int4"}, {"draft": "lookup"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"quantize": "int8"}, {"draft": "int4"}, {"draft": "lookup"}, {"kv_dtype": "int8"}]
+)
 def test_an_encoder_in_another_type_is_part_of_the_target(pair: tuple[str, str], options: dict[str, Any]) -> None:
     facts = environment(slipstream.load(pair[0], encoder_dtype="bfloat16"))["target"]
     assert (facts["dtype"], facts["encoder_dtype"]) == ("torch.float32", "torch.bfloat16")
@@ -97,7 +99,11 @@ def test_the_command_line_takes_the_type_of_an_encoder(pair: tuple[str, str], tm
     assert json.loads(found.stdout)["tokens"] == list(engine.generate("hello", max_new_tokens=12)[0].tokens)
     out = str(tmp_path / "answers.jsonl")
     assert run(*options[:-1], "--out", out).exit_code == 0
-    for changed in (["--encoder-dtype", "bfloat16"], ["--quantize", "int8"]):  # other answers than those in the file
+    for changed in (
+        ["--encoder-dtype", "bfloat16"],
+        ["--quantize", "int8"],
+        ["--kv-dtype", "int8"],
+    ):  # other answers than those in the file
         refused = run(*options[:-1], "--out", out, "--resume", *changed)
         assert refused.exit_code == 2 and "was made with other settings" in refused.stderr
     causal = run("hello", "--encoder-dtype", "bfloat16")

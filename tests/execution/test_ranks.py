@@ -41,6 +41,7 @@ def test_a_single_process_is_told_how_to_start_several() -> None:
         ({"tp_plan": "auto", "device": "cpu"}, "device cannot be used with tp_plan, for every rank takes the device"),
         ({"tp_plan": "auto", "quantize": "int8"}, "quantize cannot be used with tp_plan, for its kernels"),
         ({"tp_plan": "auto", "encoder_dtype": "bfloat16"}, "encoder_dtype cannot be used with tp_plan, for every rank"),
+        ({"tp_plan": "auto", "kv_dtype": "int8"}, "kv_dtype cannot be used with tp_plan, for every rank keeps"),
         ({"tp_plan": "auto", "device_map": "auto"}, "device_map cannot be used with tp_plan, for a model is either"),
         ({"tp_size": 2}, "tp_size is not possible here: give tp_plan='auto'"),
     ],

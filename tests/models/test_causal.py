@@ -81,8 +81,10 @@ def test_the_decoder_of_a_proven_encoder_decoder_is_tried_by_itself(kind: str) -
 
 
 def test_a_class_of_others_with_a_proven_name_is_tried() -> None:
+    """With its cache in floats: one in 8 bits would give other logits than the model's own."""
     kind = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {})
-    assert not is_proven(kind(transformers.LlamaConfig(**LLAMA)))
+    assert not is_proven(model := kind(transformers.LlamaConfig(**LLAMA)).eval())
+    assert CausalScorer(model, kv_dtype="int8").kv_dtype == "int8"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -30,6 +30,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
+from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear, can_pack
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_scorer
@@ -382,6 +383,11 @@ def test_trees_are_refused_in_one_sentence() -> None:
 def test_a_layer_of_it_cannot_draft_for_a_recurrent_model() -> None:
     with pytest.raises(ValueError, match="keeps a state, which its own layers cannot draft on"):
         scorer("qwen3_5").sharing_rows(None, "part")
+
+
+def test_a_cache_in_8_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="keeps a state per row, which has no form in int8: leave kv_dtype out"):
+        load_scorer(model("qwen3_5"), mode=Mode(kv_dtype="int8"))
 
 
 def test_loading_finds_the_way_by_itself() -> None:
