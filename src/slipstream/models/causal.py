@@ -40,7 +40,7 @@ from slipstream.models.families import logits_alone, probe, refuse_unsupported, 
 from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.media.processor import modalities_of, read_with_media
-from slipstream.models.memory import Memory
+from slipstream.models.memory import Memory, OnMemory
 from slipstream.models.pass_builder import PassBuilder
 from slipstream.models.pass_runner import PassRunner
 
@@ -51,7 +51,7 @@ MOST_FOR_CHAINS = 128 << 20
 """The greatest number of bytes of a model's weights with which its graphs draft whole chains."""
 
 
-class CausalScorer:
+class CausalScorer(OnMemory):
     """A causal language model and its cache (see `core.protocols.Scorer` for the contract and the shapes).
 
     Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
@@ -149,30 +149,13 @@ class CausalScorer:
     # ---- rows ----
 
     @property
-    def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
-        return self._memory.texts.lengths
-
-    @property
     def bytes_per_token(self) -> int:
         """The bytes that one token takes in the cache; 0 before the first pass."""
         return self._memory.texts.bytes_per_token
 
-    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows; an encoder reads the source of each."""
-        self._memory.add(rows, sources)
-
-    def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order, with their sources; a row may be named several times."""
-        self._memory.fork(rows)
-
     def attach(self, row: int, media: Media) -> None:
         """Store the media of an empty row's text, which is then read in one piece."""
         self._memory.media[row] = media
-
-    def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
-        self._memory.free(rows)
 
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
         """Fill an empty row with a text of `length` tokens.
@@ -220,20 +203,6 @@ class CausalScorer:
             self.add(1)
             self._prefill([[0]], 0)
             self.free([0])
-
-    # ---- lengths ----
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
-        self._memory.texts.rollback(lengths)
-
-    def scrub(self) -> None:
-        """Zero what rolled-back tokens left in the cache."""
-        self._memory.texts.scrub()
-
-    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the accepted tokens of a tree together."""
-        self._memory.texts.keep(starts, paths)
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives.

@@ -96,6 +96,45 @@ class Memory:
             self.sources.free(rows)
 
 
+class OnMemory:
+    """A Scorer's calls about its rows, as its memory answers them (see `core.protocols.Scorer`)."""
+
+    _memory: Memory
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens in the cache, per row."""
+        return self._memory.texts.lengths
+
+    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
+        """Append empty rows; an encoder reads the source of each."""
+        self._memory.add(rows, sources)
+
+    def fork(self, rows: Sequence[int]) -> None:
+        """Append copies of these rows, in this order, with their sources; a row may be named several times."""
+        self._memory.fork(rows)
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Remove rows; the others keep their order."""
+        self._memory.free(rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
+        self._memory.texts.rollback(lengths)
+
+    def scrub(self) -> None:
+        """Zero what rolled-back tokens left in the cache."""
+        self._memory.texts.scrub()
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the accepted tokens of a tree together."""
+        self._memory.texts.keep(starts, paths)
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
+        return self._memory.texts.bytes_for(lengths)
+
+
 class CacheFilled(Exception):
     """Ends a model's pass that is only run to fill its cache, when the last layer has written to it."""
 

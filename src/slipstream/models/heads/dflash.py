@@ -19,12 +19,11 @@ from transformers import AutoModel
 
 from slipstream.core.draft import Tree
 from slipstream.core.protocols import HasModel, Shape
-from slipstream.core.source import Source
 from slipstream.execution.names import with_cache
 from slipstream.models.families import first_sentence
 from slipstream.models.heads.scorer import PREFILL_TOKENS, RecordsStates
 from slipstream.models.loading.dropped_tensors import read_record
-from slipstream.models.memory import HFCache, Memory
+from slipstream.models.memory import HFCache, Memory, OnMemory
 
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids", "hidden_size")
 
@@ -54,7 +53,7 @@ def load_dflash(source: str | Path, target: Any) -> Any:
     return net.to(target.device).eval()
 
 
-class DFlashScorer:
+class DFlashScorer(OnMemory):
     """A DFlash network and its cache (see `core.protocols.Scorer` for the contract). Chains only.
 
     Its cache holds the target's states of all tokens but the pending one, and its rows are the first of the target's.
@@ -75,42 +74,11 @@ class DFlashScorer:
         self._memory = Memory()
         self._cache = HFCache(self._memory)
 
-    # ---- rows ----
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
-        return self._memory.texts.lengths
-
-    def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows."""
-        self._memory.add(rows)
-
-    def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order; a row may be named several times."""
-        self._memory.fork(rows)
-
-    def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
-        self._memory.free(rows)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows."""
-        self._memory.texts.rollback(lengths)
-
-    def scrub(self) -> None:
-        """Zero the cache after the rows' tokens."""
-        self._memory.texts.scrub()
-
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move nothing: the cache holds no drafted tokens."""
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
-
-    def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
-        return self._memory.texts.bytes_for(lengths)
 
     # ---- passes ----
 

@@ -23,7 +23,7 @@ from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish, fed_slots
 from slipstream.kernels.packing import pack_layers
 from slipstream.models.heads.chains import Behind, head_graphs
 from slipstream.models.heads.hidden_states import HiddenStates
-from slipstream.models.memory import HFCache, Memory
+from slipstream.models.memory import HFCache, Memory, OnMemory
 
 PREFILL_TOKENS = 512
 """The columns of one prefill pass, which bounds the memory of masks and activations for long prompts."""
@@ -90,7 +90,7 @@ class _RoundTokens:
     layers: int = 1
 
 
-class HeadScorer:
+class HeadScorer(OnMemory):
     """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
 
     Its rows are the first ones of the target. `rollback` also drops what was not read with the target's states.
@@ -112,46 +112,33 @@ class HeadScorer:
 
     # ---- rows ----
 
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
-        return self._memory.texts.lengths
-
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows."""
-        self._memory.add(rows)
+        super().add(rows)
         self._sure += [0] * rows
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append copies of these rows, in this order; a row may be named several times."""
-        self._memory.fork(rows)
+        super().fork(rows)
         self._sure += [self._sure[row] for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
         freed = set(rows)
-        self._memory.free(rows)
+        super().free(rows)
         self._sure = [sure for row, sure in enumerate(self._sure) if row not in freed]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop everything after `lengths[r]` tokens of the first rows, and all that was drafted before that."""
         kept = [min(pair) for pair in zip(lengths, self._sure, strict=False)]
-        self._memory.texts.rollback(kept)
+        super().rollback(kept)
         self._sure[: len(kept)] = kept
-
-    def scrub(self) -> None:
-        """Zero what rolled-back tokens left in the cache."""
-        self._memory.texts.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move nothing: drafted tokens are read again."""
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
-
-    def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
-        return self._memory.texts.bytes_for(lengths)
 
     # ---- passes ----
 
