@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from slipstream.core.draft import Draft
+from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ended, sure
@@ -21,7 +22,7 @@ class SourceDrafter:
     tokens are copied at once; the paper copies all.
     """
 
-    by_text = True
+    traits = Traits(by_text=True)
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, Mamba2Config, Ma
 from reference import source, text
 from slipstream.core.beams import Beams, Prefix
 from slipstream.core.draft import Draft
-from slipstream.core.protocols import Drafter
+from slipstream.core.protocols import Drafter, Traits
 from slipstream.core.request import Request
 from slipstream.core.round import Context, Round
 from slipstream.decoding.beam import BeamDecoder, beam_search, searches_of
@@ -124,7 +124,7 @@ def reference(name: str, beams: Beams, count: int = 16, **settings: Any) -> list
 class Wrong:
     """A drafter that proposes nonsense."""
 
-    by_text = True
+    traits = Traits(by_text=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         pairs = zip(context.rows, gammas, strict=True)

@@ -178,64 +178,29 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
-class HasScorers(Drafter, Protocol):
-    """A drafter with models whose caches hold the rows' texts."""
+@dataclass(frozen=True)
+class Traits:
+    """What a drafter declares about itself in its attribute `traits`; without one, all is as the defaults say.
 
-    @property
-    def scorers(self) -> Sequence[Scorer]:
-        """The Scorers of the models that draft, without the target if it drafts for itself in its own cache."""
-        ...
+    `scorers` are those of models whose caches hold the rows' texts, without the target if it drafts in its own cache.
+    `model` is the Scorer whose law after the text is the draft's, so that it can be computed for any other text too; it
+    is used by other code after `release`, which drops the rows it follows, unless it works `on_target_rows`. `by_text`:
+    drafts depend on the tokens of a row alone. `secret` is set if another party, which may know every seed, runs the
+    draft: draws that decide about it are made from both. `drafters` are those that this one is composed of.
+    """
 
+    scorers: tuple[Scorer, ...] = ()
+    model: Scorer | None = None
+    on_target_rows: bool = False
+    release: Callable[[], object] = bool
+    by_text: bool = False
+    secret: int | None = None
+    drafters: tuple[Drafter, ...] = ()
 
-@runtime_checkable
-class DraftsByOneModel(Drafter, Protocol):
-    """A drafter whose law is that of one model after the text, so that it can be computed for any other text too."""
-
-    @property
-    def scorer(self) -> Scorer:
-        """The Scorer of that model, with the target's vocabulary."""
-        ...
-
-    @property
-    def on_target_rows(self) -> bool:
-        """Whether the drafter works on the rows of the target's own cache."""
-        ...
-
-    def release(self) -> None:
-        """Drop the rows that it follows, so that other code may use the model."""
-        ...
-
-
-@runtime_checkable
-class DraftsByText(Drafter, Protocol):
-    """A drafter whose drafts depend on the tokens of a row alone, so that it can draft for any text."""
-
-    @property
-    def by_text(self) -> bool:
-        """True: the mark by which such a drafter is recognised."""
-        ...
-
-
-@runtime_checkable
-class Untrusted(Drafter, Protocol):
-    """A drafter run by another party, which may know every seed: no draw that decides about its drafts may be made from
-    the seed alone."""
-
-    @property
-    def secret(self) -> int | None:
-        """The secret from which, with the seed, those draws are made; None if the other party is trusted."""
-        ...
-
-
-@runtime_checkable
-class HasDrafters(Drafter, Protocol):
-    """A drafter that is composed of others, which draft for the same target."""
-
-    @property
-    def drafters(self) -> Sequence[Drafter]:
-        """The drafters that this one is composed of."""
-        ...
+    @staticmethod
+    def of(drafter: Drafter) -> Traits:
+        """Return the traits of a drafter."""
+        return getattr(drafter, "traits", Traits())
 
 
 class Controller(Protocol):
@@ -270,12 +235,11 @@ class Resumes(Controller, Protocol):
 
 def secret_among(drafter: Drafter) -> int | None:
     """Return the secret for draws if a drafter, or one inside it, is not trusted; None if all are trusted."""
-    if isinstance(drafter, Untrusted) and drafter.secret is not None:
-        return drafter.secret
-    inside = drafter.drafters if isinstance(drafter, HasDrafters) else ()
-    return next((secret for each in inside if (secret := secret_among(each)) is not None), None)
+    traits = Traits.of(drafter)
+    secrets = (traits.secret, *map(secret_among, traits.drafters))
+    return next((secret for secret in secrets if secret is not None), None)
 
 
 def scorers_among(drafters: Sequence[Drafter]) -> tuple[Scorer, ...]:
     """Return the Scorers of all models of these drafters whose caches hold the rows' texts."""
-    return tuple(scorer for each in drafters if isinstance(each, HasScorers) for scorer in each.scorers)
+    return tuple(scorer for each in drafters for scorer in Traits.of(each).scorers)

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.beams import Candidates, Prefix
 from slipstream.core.draws import draw, gumbel_noise
 from slipstream.core.law import Fault, pad_vocabulary, wide
-from slipstream.core.protocols import Drafter, DraftsByOneModel, DraftsByText, HasModel, Scorer
+from slipstream.core.protocols import Drafter, HasModel, Scorer, Traits
 from slipstream.core.request import Prefixes, Row
 from slipstream.core.round import Context
 from slipstream.decoding.beam_search import Beam, BeamSearch, best_beams, best_continuations
@@ -50,13 +50,12 @@ def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
 
     Raises ValueError for a drafter that needs more than tokens, such as hidden states.
     """
-    if isinstance(drafter, DraftsByOneModel):
-        refuse_states(drafter.scorer)
-        if drafter.on_target_rows:
-            return ModelBeams(drafter.scorer, target.scorer.vocab, extra, target)
-        drafter.release()
-        return ModelBeams(drafter.scorer, target.scorer.vocab, extra)
-    if isinstance(drafter, DraftsByText):
+    traits = Traits.of(drafter)
+    if traits.model is not None:
+        refuse_states(traits.model)
+        traits.release()
+        return ModelBeams(traits.model, target.scorer.vocab, extra, target if traits.on_target_rows else None)
+    if traits.by_text:
         return TextBeams(drafter)
     raise ValueError(
         f"{type(drafter).__name__} cannot draft for beam search: use a model with the target's tokenizer, int4, int8, "

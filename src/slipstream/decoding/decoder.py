@@ -12,7 +12,7 @@ import torch
 from slipstream.cache.prefixes import Recalling, recalling
 from slipstream.core.draft import Draft, Verifier
 from slipstream.core.draws import Rng, draw
-from slipstream.core.protocols import Controller, Drafter, Resumes, Scorer, scorers_among, secret_among
+from slipstream.core.protocols import Controller, Drafter, Resumes, Scorer, Traits, scorers_among, secret_among
 from slipstream.core.round import Context, Round
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
@@ -23,7 +23,7 @@ from slipstream.decoding.verification import Verification, verify_eagerly
 class NoDraft:
     """Drafts nothing: every round is a plain decoding step."""
 
-    by_text = True
+    traits = Traits(by_text=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Return an empty draft."""

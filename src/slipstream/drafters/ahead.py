@@ -167,8 +167,6 @@ class AheadDrafter:
     by `propose` or `observe`.
     """
 
-    on_target_rows = False
-
     def __init__(self, model: ModelDrafter, executor: Executor | None = None) -> None:
         """Make the drafter; `executor` runs the model, one call at a time (None: a thread of the drafter's own)."""
         self.model = model
@@ -176,22 +174,18 @@ class AheadDrafter:
         self._texts: list[ExpectedText] = []
         self._going: Future[None] | None = None
         self._enough = Event()
+        self.traits = replace(model.traits, release=self._release)
 
     @property
     def scorer(self) -> Scorer:
         """The Scorer of the draft model."""
         return self.model.scorer
 
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """All Scorers of the draft: the model's alone."""
-        return self.model.scorers
-
-    def release(self) -> None:
+    def _release(self) -> None:
         """Free all rows of the model's cache."""
         self._stop()
         self._texts = []
-        self.model.release()
+        self.model.traits.release()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` tokens per row, some of which may be ready; then start to draft ahead, until

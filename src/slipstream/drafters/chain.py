@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, ScopedDraft, Tree, padded
 from slipstream.core.draws import Rng, ScopedDraws
 from slipstream.core.law import Law, pad_vocabulary
-from slipstream.core.protocols import Drafter, Scorer, scorers_among
+from slipstream.core.protocols import Drafter, Scorer, Traits, scorers_among
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.decoding.decoder import Decoder
@@ -50,11 +50,7 @@ class ChainDrafter:
         self._fitted: Any = scorer if scorer.vocab == self.vocab else _Fitted(scorer, self.vocab)
         self._follower = Follower(scorer)
         self._shadows: dict[int, Shadow] = {}
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The Scorers of the model and of those that draft for it."""
-        return (self.scorer, *scorers_among([self.inner]))
+        self.traits = Traits((scorer, *scorers_among([inner])))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` tokens per row, each from the model's law given all before it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft, padded
 from slipstream.core.law import Law
-from slipstream.core.protocols import HasModel, Scorer
+from slipstream.core.protocols import HasModel, Traits
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower
 from slipstream.drafters.model import ModelDrafter
@@ -35,11 +35,7 @@ class HeadDrafter:
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.head, self._target, self.scorer = head, target, HeadScorer(target, head, name)
         self._drafter = ModelDrafter(self.scorer, target.vocab, AT_ONCE)
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The network with its cache."""
-        return self._drafter.scorers
+        self.traits = Traits((self.scorer,))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
@@ -60,11 +56,7 @@ class DFlashDrafter:
         """Raises ValueError if the target records no hidden states, or not those that the network reads."""
         self._target, self.scorer = target, DFlashScorer(target, net, name)
         self._follower = Follower(self.scorer, AT_ONCE)
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The network with its cache."""
-        return (self.scorer,)
+        self.traits = Traits((self.scorer,))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample at most `gammas[r]` tokens per row, and at most `block_size` - 1."""

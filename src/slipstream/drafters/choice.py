@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, ScopedDraft
 from slipstream.core.draws import ScopedDraws
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, Scorer, scorers_among
+from slipstream.core.protocols import Drafter, Traits, scorers_among
 from slipstream.core.round import Context, Round, believable
 from slipstream.drafters.tree import TreeDrafter
 
@@ -29,11 +29,7 @@ class Choice:
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         """Make a choice among drafters in order of preference. Raises ValueError for fewer than two, and for trees."""
         self.drafters = _checked(drafters)
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The Scorers of the models of all drafters."""
-        return scorers_among(self.drafters)
+        self.traits = Traits(scorers_among(drafters), drafters=self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` tokens for each row, with the first drafter that has any."""
@@ -189,14 +185,10 @@ class Bandit:
         Raises ValueError as `Choice` does.
         """
         self.drafters = _checked(drafters)
+        self.traits = Traits(scorers_among(drafters), drafters=self.drafters)
         self.settings = settings or Ucb()
         self.state = self.settings.init(len(self.drafters))
         self._clock = clock or (lambda round: sum(round.seconds.values()))
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The Scorers of the models of all drafters."""
-        return scorers_among(self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft with the drafter that is chosen for this round."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream.core.draft import Draft, ScopedDraft
-from slipstream.core.protocols import Drafter, Scorer, scorers_among
+from slipstream.core.protocols import Drafter, Traits, scorers_among
 from slipstream.core.round import Context, Round
 from slipstream.drafters.choice import merge
 from slipstream.drafters.copying import grammar_of
@@ -31,16 +31,7 @@ class KnownFirst:
             )
         self.inner, self.prediction, self.forced = inner, Prediction(), Forced()
         self._copied: tuple[int, ...] = ()  # places of the rows in this round whose draft is a copy of their prediction
-
-    @property
-    def drafters(self) -> tuple[Drafter, ...]:
-        """The other drafter, in a tuple."""
-        return (self.inner,)
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The Scorers of the other drafter's models."""
-        return scorers_among([self.inner])
+        self.traits = Traits(scorers_among([inner]), drafters=(inner,))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` tokens per row: a prediction, else a forced text, else the other draft."""

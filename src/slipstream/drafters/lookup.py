@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.core.draft import Draft
+from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ByRow, ended, source_tokens, sure
@@ -26,7 +27,7 @@ class Lookup:
     DEPTH nested repeats, the occurrence may be an older one. Tokens are on the CPU.
     """
 
-    by_text = True
+    traits = Traits(by_text=True)
 
     def __init__(
         self,

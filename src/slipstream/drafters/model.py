@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law, pad_vocabulary
-from slipstream.core.protocols import Scorer
+from slipstream.core.protocols import Scorer, Traits
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower, windowed_lengths
 from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
@@ -23,8 +23,6 @@ class ModelDrafter:
     statistics count such tokens as `windowed`.
     """
 
-    on_target_rows = False
-
     def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
         """Make the drafter of a model; `vocab` is the size of the target's logits, and greater ids are never drafted.
 
@@ -34,15 +32,7 @@ class ModelDrafter:
         self.vocab = vocab or scorer.vocab
         self._follower = Follower(scorer, at_once)
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """All Scorers of the draft: the model alone."""
-        return (self.scorer,)
-
-    def release(self) -> None:
-        """Free all rows of the model's cache."""
-        self._follower.follow(())
+        self.traits = Traits((scorer,), scorer, release=lambda: self._follower.follow(()))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""

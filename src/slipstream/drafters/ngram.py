@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
+from slipstream.core.protocols import Traits
 from slipstream.core.round import Context, Round
 from slipstream.drafters.ngram_model import NgramModel, OnlineCounts
 from slipstream.drafters.sampled import law_of, sample_chain
@@ -28,7 +29,7 @@ class Ngram:
     of a draft is fixed before it is sampled, but the text of a seed then depends on the texts decoded before.
     """
 
-    by_text = True
+    traits = Traits(by_text=True)
 
     def __init__(self, model: NgramModel, vocab: int, online: bool = False) -> None:
         """Make the drafter; `vocab` is the size of the target's logits. Raises ValueError if the model's differs."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
-from slipstream.core.protocols import HasModel
+from slipstream.core.protocols import HasModel, Traits
 from slipstream.core.round import Context, Round
 from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
 from slipstream.execution.draft_graphs import DraftsInGraphs
@@ -27,12 +27,11 @@ class SameRowsDrafter:
     It works only in the decoder of that target.
     """
 
-    on_target_rows = True
-
     def __init__(self, scorer: HasModel) -> None:
         """Make the drafter of a Scorer that the target's `sharing_rows` or `seeing` returned."""
         self.scorer = scorer
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
+        self.traits = Traits(model=scorer, on_target_rows=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it.
@@ -63,9 +62,6 @@ class SameRowsDrafter:
             return law_of(context, logits, tokens, self.scorer.name)
 
         return sample_chain(context, law_after, gammas, self.scorer.device)
-
-    def release(self) -> None:
-        """Do nothing: it has no rows of its own."""
 
     def observe(self, round: Round) -> None:
         """Do nothing: the decoding loop rolls back the target's cache, and there is no other."""

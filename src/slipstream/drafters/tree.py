@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.core.draft import ABSENT, Draft, Tree, ancestors
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, pad_vocabulary
-from slipstream.core.protocols import Scorer
+from slipstream.core.protocols import Scorer, Traits
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower, windowed_lengths
@@ -54,8 +54,6 @@ class TreeDrafter:
     `replacement`. Greedy: the best candidates, each a point mass. Gamma limits the depth.
     """
 
-    on_target_rows = False
-
     def __init__(
         self, scorer: Scorer, shape: Sequence[int], vocab: int | None = None, replacement: bool = False
     ) -> None:
@@ -63,15 +61,7 @@ class TreeDrafter:
         self.vocab = vocab or scorer.vocab
         self.shape = tree_shape(shape, min(self.vocab, scorer.vocab))
         self._follower = Follower(scorer)
-
-    @property
-    def scorers(self) -> tuple[Scorer, ...]:
-        """The Scorer of the model, in a tuple."""
-        return (self.scorer,)
-
-    def release(self) -> None:
-        """Drop all rows, so that other code may use the model."""
-        self._follower.follow(())
+        self.traits = Traits((scorer,), scorer, release=lambda: self._follower.follow(()))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""

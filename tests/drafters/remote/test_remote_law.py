@@ -20,6 +20,7 @@ import torch
 from remotes import Here, Liar, Policy
 from slipstream.core.draws import Key, Rng, draw, uniforms
 from slipstream.core.law import Law
+from slipstream.core.protocols import Traits
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
@@ -236,7 +237,7 @@ def foreseen(target: Table, secret: int | None, wrap: Any) -> float:
             return [0] if uniforms(key, 1)[0][0] < target(tuple(text))[0] else []
 
         remote = RemoteDrafter(Liar(wish), VOCAB)
-        remote.secret = secret
+        remote.traits = Traits(secret=secret)
         one = Decoder(scorer(target), wrap(remote), TOKEN.verify, Fixed(1), rng=draw)
         found += generate(one, [request(PROMPT, 2, seed=seed)])[0].output[0] == 0
     return found / SEEDS
@@ -267,8 +268,8 @@ def test_control_without_the_secret_it_would() -> None:
 def test_every_server_has_a_secret_of_its_own_unless_it_is_trusted() -> None:
     link = Liar(adaptive)
     first, second = RemoteDrafter(link, VOCAB), RemoteDrafter(link, VOCAB)
-    assert first.secret != second.secret and first.secret and second.secret
-    assert RemoteDrafter(link, VOCAB, Use(trust=True)).secret is None
+    assert first.traits.secret != second.traits.secret and first.traits.secret and second.traits.secret
+    assert RemoteDrafter(link, VOCAB, Use(trust=True)).traits.secret is None
 
 
 def test_a_server_is_told_no_more_than_its_mode_needs() -> None:

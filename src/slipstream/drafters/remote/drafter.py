@@ -40,6 +40,7 @@ import torch
 from slipstream.core.draft import Draft, padded
 from slipstream.core.draws import Key, Purpose
 from slipstream.core.law import Law
+from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ended
@@ -91,7 +92,7 @@ class RemoteDrafter:
     def __init__(self, link: Link, vocab: int, use: Use | None = None) -> None:
         """Make the drafter of a server; answers with ids outside the target's `vocab` are refused."""
         self.link, self.vocab, self.use = link, vocab, use or Use()
-        self.secret = None if self.use.trust else secrets.randbits(128)
+        self.traits = Traits(secret=None if self.use.trust else secrets.randbits(128))
         self._held: dict[int, Held] = {}
         self._numbers, self._sequences = count(1), count(1)
         self._missed: list[tuple[ref[Row], str]] = []

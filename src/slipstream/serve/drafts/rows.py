@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Verdict
 from slipstream.core.draws import Key, Rng, RowByRow, draw, draw_coupled
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, DraftsByOneModel, HasScorers
+from slipstream.core.protocols import Drafter, Traits
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context, Round
 from slipstream.core.source import check_source
@@ -153,8 +153,8 @@ class DraftRows:
         self.drafter, self.most_rows = drafter, most_rows
         self.rows: dict[Name, Served] = {}
         self._samplers: dict[str, Sampling] = {}
-        self._goes_ahead = isinstance(drafter, DraftsByOneModel) and not drafter.on_target_rows
-        self._scorers = drafter.scorers if isinstance(drafter, HasScorers) else ()
+        traits = Traits.of(drafter)
+        self._goes_ahead, self._scorers = traits.model is not None and not traits.on_target_rows, traits.scorers
 
     def open(self, client: int, opened: OpenRow) -> None:
         """Add a row, replacing one of the same name.
