@@ -160,7 +160,13 @@ class ModelOptions:
 
     def for_target(self) -> dict[str, Any]:
         """Return the further arguments of `load_model` for the target."""
-        apart = ("dtype", "device", "quantize", "kv_dtype", "tp_plan")  # which the draft has too, or others than `load_model` read
+        apart = (
+            "dtype",
+            "device",
+            "quantize",
+            "kv_dtype",
+            "tp_plan",
+        )  # which the draft has too, or others than `load_model` read
         target = {name: value for name, value in self.given("target").items() if name not in apart}
         return {**target, **self.from_pretrained}
 
