@@ -52,7 +52,7 @@ def test_answers_are_the_engines_in_the_order_of_the_prompts(tmp_path: Path) -> 
     assert found[6] == {
         "index": 6,
         "id": "wrong",
-        "error": "nonsense is not a field that this server knows: leave it out.",
+        "error": "nonsense: no such field is known here: leave it out.",
     }
     assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 2 and found[7]["error"] is None
     assert "5000" in found[8]["error"]

@@ -174,9 +174,9 @@ class Decoding(Sampled):
         guided = {form: getattr(self, f"guided_{form}") for form in ("json", "regex", "choice", "grammar")}
         given = {form: value for form, value in guided.items() if value is not None}
         if given:
-            if self.structured_outputs is not None:
+            if self.structured_outputs not in (None, asked := StructuredOutputs(**given)):
                 raise FieldError(f"guided_{min(given)}", "structured_outputs has it too: give one of them.")
-            self.structured_outputs = StructuredOutputs(**given)
+            self.structured_outputs = asked
         return self
 
     if TYPE_CHECKING:  # the fields of `Sampled`
