@@ -58,7 +58,7 @@ def test_answers_are_the_engines_in_the_order_of_the_prompts(tmp_path: Path) -> 
     assert "5000" in found[8]["error"]
     summary = json.loads(result.stdout)
     assert (summary["prompts"], summary["answered"], summary["failed"], summary["resumed"]) == (9, 9, 2, 0)
-    assert "prompt 7: nonsense is not a field" in result.stderr
+    assert "prompt 7: nonsense: no such field is known here" in result.stderr
 
 
 class Killed(BaseException):
