@@ -7,18 +7,18 @@ import json
 import random
 import threading
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel
+from pydantic import BaseModel, WrapValidator, model_validator
 from starlette.requests import Request
 
 from slipstream.serve import json_route
 from slipstream.serve.faults import BadRequest, ServeError
-from slipstream.serve.json_route import JsonRoute, JsonSize, off_loop, read_json
+from slipstream.serve.json_route import JsonRoute, JsonSize, Once, off_loop, read_json
 from slipstream.serve.routes import chat, completions, models, responses
 from slipstream.serve.schema import CompletionRequest
 from slipstream.serve.settings import Limits
@@ -91,28 +91,36 @@ def test_every_route_with_a_json_body_reads_it_so() -> None:
     routes = [route for module in (chat, completions, models, responses) for route in module.router.routes]
     assert len(routes) > 8
     assert all(isinstance(route, JsonRoute) for route in routes)
+    bodies = [route.body_field.field_info for route in routes if route.body_field]  # type: ignore[attr-defined]
+    assert len(bodies) >= 5
+    assert all(any(isinstance(each, WrapValidator) for each in body.metadata) for body in bodies)
 
 
 # ---- where the work is done ------------------------------------------------------------------------------------------
 
 SEEN: list[tuple[str, int]] = []
 """The threads of the work, and how many pieces of it ran together."""
-RUNNING: set[int] = set()
+RUNNING: list[str] = []
 
 
 def work(value: Any) -> Any:
     """Note who works, and with how many others."""
-    RUNNING.add(me := threading.get_ident())
+    name = threading.current_thread().name
+    RUNNING.append(name)
     threading.Event().wait(0.02)
-    SEEN.append((threading.current_thread().name, len(RUNNING)))
-    RUNNING.discard(me)
+    SEEN.append((name, len(RUNNING)))
+    RUNNING.remove(name)
     return value
 
 
 class Body(BaseModel):
     """A body whose validation is work."""
 
-    text: Annotated[str, AfterValidator(work)]
+    text: str
+
+    @model_validator(mode="after")
+    def _work(self) -> Body:
+        return work(self)
 
 
 def application() -> FastAPI:
@@ -120,7 +128,7 @@ def application() -> FastAPI:
     app, router = FastAPI(), APIRouter(route_class=JsonRoute)
 
     @router.post("/")
-    async def answer(body: Body, request: Request) -> int:
+    async def answer(body: Once[Body], request: Request) -> int:
         return len(await off_loop(request, work, body.text))
 
     server = SimpleNamespace(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from email.message import Message
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, WrapValidator
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from slipstream.serve.faults import BadRequest
 from slipstream.serve.settings import Limits
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 
 LIGHT = 32 << 10
 """The bytes of the longest body that is not heavy: anything is done with it at once."""
@@ -32,6 +33,15 @@ ANYTHING = TypeAdapter[Any](Any)
 
 VALUES_PER_FIELD, ESCAPES_PER_VALUE = 8, 4
 """What takes longer to read than a number in a list may come less often, what takes less long more often."""
+
+
+def _unless_made(value: Any, validate: Callable[[Any], BaseModel]) -> BaseModel:
+    """Return a model as it is, and validate anything else."""
+    return value if isinstance(value, BaseModel) else validate(value)
+
+
+Once = Annotated[Model, WrapValidator(_unless_made)]
+"""The type of a body in a route: FastAPI does not validate again what `JsonRoute` has validated."""
 
 
 class JsonRoute(APIRoute):

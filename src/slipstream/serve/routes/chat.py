@@ -15,7 +15,7 @@ from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint, tool_constraint
-from slipstream.serve.json_route import JsonRoute, off_loop
+from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_chat
 from slipstream.serve.media import with_open_media
 from slipstream.serve.options import engine_options, speculation
@@ -37,7 +37,7 @@ OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 
 
 @router.post("/v1/chat/completions", responses=OUTCOMES, response_model=answers.ChatAnswer)
-async def chat_completions(body: ChatRequest, request: Request) -> Response:
+async def chat_completions(body: Once[ChatRequest], request: Request) -> Response:
     """Answer a chat."""
     state = state_of(request)
     state.check_model(body.model)

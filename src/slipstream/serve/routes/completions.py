@@ -14,7 +14,7 @@ from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint
-from slipstream.serve.json_route import JsonRoute
+from slipstream.serve.json_route import JsonRoute, Once
 from slipstream.serve.logprobs import for_text
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
@@ -44,7 +44,7 @@ OUTCOMES = {**ERRORS, 200: streams(answers.CompletionAnswer)}
     responses=OUTCOMES,
     response_model=answers.CompletionAnswer,
 )
-async def completions(body: CompletionRequest, request: Request) -> Response:
+async def completions(body: Once[CompletionRequest], request: Request) -> Response:
     """Continue one or several prompts."""
     state = state_of(request)
     state.check_model(body.model)

@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from slipstream.engine.requests import Chat
 from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest, NotServed
-from slipstream.serve.json_route import JsonRoute, off_loop
+from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.media import with_open_media
 from slipstream.serve.output import ERRORS, answered
 from slipstream.serve.schema import DetokenizeRequest, TokenizeRequest
@@ -62,7 +62,7 @@ async def metrics(request: Request) -> Response:
 
 
 @router.post("/tokenize", responses=ERRORS, response_model=answers.Tokenized)
-async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(body: Once[TokenizeRequest], request: Request) -> Response:
     """Return the tokens of a text, or of a chat in the model's chat template."""
     state = state_of(request)
     state.check_model(body.model)
@@ -94,7 +94,7 @@ def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
-async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+async def detokenize(body: Once[DetokenizeRequest], request: Request) -> Response:
     """Return the text of tokens, with special ones."""
     state = state_of(request)
     state.check_model(body.model)

@@ -12,7 +12,7 @@ from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Chat
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.grammars import constraint
-from slipstream.serve.json_route import JsonRoute
+from slipstream.serve.json_route import JsonRoute, Once
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.response_answers import (
@@ -34,7 +34,7 @@ OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
 
 
 @router.post("/v1/responses", responses=OUTCOMES, response_model=ResponseAnswer)
-async def responses(body: ResponsesRequest, request: Request) -> Response:
+async def responses(body: Once[ResponsesRequest], request: Request) -> Response:
     """Answer a text or a chat."""
     state = state_of(request)
     state.check_model(body.model)
