@@ -171,7 +171,8 @@ def test_quantized_layers_with_zeros_become_one(zeros: str) -> None:
     layers, chance = QuantizedLayers([64, 32]), torch.Generator().manual_seed(1)
     for place, (codes, scales, *_) in enumerate(layers.panels):
         whole = torch.randint(0, 16, scales.shape, generator=chance, dtype=torch.uint8)
-        layers.panels[place] = QuantizedPanels(codes, scales, whole if zeros == "codes" else (whole / 8 - 1).bfloat16())
+        offsets = (scales.half(), (whole / 8 - 1).half())
+        layers.panels[place] = QuantizedPanels(codes, *((scales, whole) if zeros == "codes" else offsets))
     inputs = torch.randn(1, 3, WIDTH, generator=chance)
     graph, calls = merged(lambda inputs: torch.cat([layers(0, inputs), layers(1, inputs)], -1), inputs)
     assert calls == {"quantized_linears": 1}

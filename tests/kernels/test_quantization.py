@@ -34,8 +34,8 @@ def with_zeros(codes: Codes) -> Codes:
 
 
 def with_offsets(codes: Codes) -> Codes:
-    """The same codes, each group with an offset."""
-    return replace(codes, zeros=random(*codes.scales.shape, dtype=torch.bfloat16, seed=1))
+    """The same codes, each group with an offset; scales and offsets are float16."""
+    return replace(codes, scales=codes.scales.half(), zeros=random(*codes.scales.shape, dtype=torch.half, seed=1))
 
 
 def as_they_are(codes: Codes) -> Codes:
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.zeros(1, 64).double(), (codes, scales, zeros), 40, 8, "float32 or bfloat16"),
         (torch.zeros(1, 64), (codes, scales.float(), zeros), 40, 8, "the scales do not fit"),
         (torch.zeros(1, 64), (codes, scales, half), 40, 8, "the zeros do not fit"),
-        (torch.zeros(1, 64), (codes, scales, zeros, steps[:, :3]), 40, 8, "64 inputs in 3 groups"),
+        (torch.zeros(1, 64), (codes, half, zeros, steps[:, :3]), 40, 8, "64 inputs in 3 groups"),
         (torch.zeros(1, 64), (codes, half, half, steps), 40, 8, "the steps do not fit"),
     ):
         with pytest.raises(RuntimeError, match=said):

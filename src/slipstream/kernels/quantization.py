@@ -104,8 +104,8 @@ class Codes:
     """A quantized weight: integer `codes` (features, groups * group) from 0, and `scales` (features, groups).
 
     Scales are bfloat16 or float16. The code of zero is the middle of the range, or in `zeros` (features, groups) of
-    uint8. Zeros of the type of the scales are offsets: the weights of the code 0. Inputs that only fill up the last
-    group have the weight zero, or their offset.
+    uint8. Zeros of float16, as the scales then are, are offsets: the weights of the code 0. Inputs that only fill up
+    the last group have the weight zero, or their offset.
     """
 
     precision: Precision

@@ -74,23 +74,28 @@ Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, i
   return inputs;
 }
 
-// A layer of a product.
-template <class Type>
+// A layer of a product, with bias and outputs in float32 if it is `wide`, else in bfloat16.
 struct Layer {
   Weights weights;
-  const typename Type::Item* bias;  // (features) or null
+  const void* bias;  // (features) or null
   int64_t features;
-  typename Type::Item* outputs;  // of the first row; of the next ones `apart` items behind
+  void* outputs;  // of the first row; of the next ones `apart` items behind
   int64_t apart;
-};
+  bool wide;
 
-// Writes a row's features of a panel.
-template <class Type>
-void write(const Layer<Type>& layer, int64_t panel, int64_t row, const float* sums) {
-  const int64_t first = panel * PANEL;
-  write_panel<Type>(sums, layer.bias ? layer.bias + first : nullptr, layer.outputs + row * layer.apart + first,
-                    std::min<int64_t>(PANEL, layer.features - first));
-}
+  // Writes a row's features of a panel.
+  void write(int64_t panel, int64_t row, const float* sums) const {
+    wide ? write_as<Float32>(panel, row, sums) : write_as<BFloat16>(panel, row, sums);
+  }
+
+  template <class Type>
+  void write_as(int64_t panel, int64_t row, const float* sums) const {
+    using Item = typename Type::Item;
+    const int64_t first = panel * PANEL;
+    write_panel<Type>(sums, bias ? static_cast<const Item*>(bias) + first : nullptr,
+                      static_cast<Item*>(outputs) + row * apart + first, std::min<int64_t>(PANEL, features - first));
+  }
+};
 
 // Adds the products of four codes of every feature with four inputs.
 template <int BITS>
@@ -121,11 +126,11 @@ void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
 }
 
 // Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group.
-template <Zero ZERO>
+template <class Form>
 void add_group(Lanes& sum, const Whole& products, const Lanes& scale, const Lanes& offset, const Inputs& inputs,
                int64_t own) {
   sum = fused(__builtin_convertvector(products, Lanes), scale * inputs.scales[own], sum);
-  if constexpr (ZERO == Zero::OFFSET)
+  if constexpr (Form::ZERO == Zero::OFFSET)
     sum = fused(offset, inputs.scales[own] * static_cast<float>(inputs.sums[own]), sum);
 }
 
@@ -133,8 +138,9 @@ inline Whole total(const Whole (&chains)[1]) { return chains[0]; }
 inline Whole total(const Whole (&chains)[2]) { return chains[0] + chains[1]; }
 
 // A panel's features of ROWS rows, beginning with `row`.
-template <class Type, int BITS, Zero ZERO, int ROWS>
-void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t row) {
+template <class Form, int ROWS>
+void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) {
+  constexpr int BITS = Form::BITS;
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
   const int64_t steps = inputs.group / STEP, apart = inputs.apart;
@@ -142,10 +148,10 @@ void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
-    const Numbers numbers(layer.weights, panel, group);
+    const Numbers<Form> numbers(layer.weights, panel, group);
     Whole found[ROWS][PARTS][CHAINS];
     for (int part = 0; part < PARTS; ++part) {
-      const Whole zero = numbers.zeros<BITS, ZERO>(part);
+      const Whole zero = numbers.zeros(part);
       for (int r = 0; r < ROWS; ++r) {
         for (Whole& chain : found[r][part]) chain = Whole{};
         found[r][part][0] = -zero * inputs.sums[(row + r) * inputs.groups + group];
@@ -168,18 +174,18 @@ void tile(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, int64_t
       }
     }
     for (int part = 0; part < PARTS; ++part) {
-      const Lanes scale = numbers.scales(part), offset = numbers.offsets<ZERO>(part);
+      const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
       for (int r = 0; r < ROWS; ++r)
-        add_group<ZERO>(sums[r][part], total(found[r][part]), scale, offset, inputs, (row + r) * inputs.groups + group);
+        add_group<Form>(sums[r][part], total(found[r][part]), scale, offset, inputs, (row + r) * inputs.groups + group);
     }
   }
-  for (int r = 0; r < ROWS; ++r) write(layer, panel, row + r, reinterpret_cast<const float*>(sums[r]));
+  for (int r = 0; r < ROWS; ++r) layer.write(panel, row + r, reinterpret_cast<const float*>(sums[r]));
 }
 
 #if defined(__AMX_INT8__) && defined(__AVX512F__)
 // Products by Intel's tiles (AMX): 16 rows with 16 features, 64 inputs at a time. Fewer rows are as fast by vectors,
 // and so are smaller groups, whose sums have to be scaled more often.
-template <class Type, int BITS, Zero ZERO>
+template <class Form>
 class Tiles {
  public:
   // How many rows, from the first one on, go by tiles.
@@ -194,14 +200,15 @@ class Tiles {
   }
 
   // A panel's features of SIDE rows, beginning with `row`.
-  void fill(const Layer<Type>& layer, int64_t panel, int64_t row) {
+  void fill(const Layer& layer, int64_t panel, int64_t row) {
     if (!shaped_) shape();
     float sums[SIDE][PANEL];
     for (int part = 0; part < PARTS; ++part) sum(layer, panel, part, row, sums);
-    for (int64_t r = 0; r < SIDE; ++r) write(layer, panel, row + r, sums[r]);
+    for (int64_t r = 0; r < SIDE; ++r) layer.write(panel, row + r, sums[r]);
   }
 
  private:
+  static constexpr int BITS = Form::BITS;
   static constexpr int64_t DEPTH = SIDE * QUAD;     // inputs of a tile
   static constexpr int64_t WIDTH = PANEL * QUAD;    // bytes of a step
   static constexpr int64_t STEP = QUAD * 8 / BITS;  // inputs of a step
@@ -219,7 +226,7 @@ class Tiles {
   }
 
   // LANES features of a panel for SIDE rows.
-  void sum(const Layer<Type>& layer, int64_t panel, int part, int64_t row, float (*to)[PANEL]) const {
+  void sum(const Layer& layer, int64_t panel, int part, int64_t row, float (*to)[PANEL]) const {
     Lanes sums[SIDE] = {};
     alignas(LINE) Whole products[SIDE];
     const int64_t bytes = inputs_.group / STEP * WIDTH;
@@ -228,12 +235,12 @@ class Tiles {
     for (int64_t group = 0; group < inputs_.groups; ++group, codes += bytes, given += inputs_.group) {
       if (part == 0) prefetch(codes, bytes);
       multiply(codes, given, products);
-      const Numbers numbers(layer.weights, panel, group);
-      const Lanes scale = numbers.scales(part), offset = numbers.offsets<ZERO>(part);
-      const Whole zero = numbers.zeros<BITS, ZERO>(part);
+      const Numbers<Form> numbers(layer.weights, panel, group);
+      const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
+      const Whole zero = numbers.zeros(part);
       for (int r = 0; r < SIDE; ++r) {
         const int64_t own = (row + r) * inputs_.groups + group;
-        add_group<ZERO>(sums[r], products[r] - zero * inputs_.sums[own], scale, offset, inputs_, own);
+        add_group<Form>(sums[r], products[r] - zero * inputs_.sums[own], scale, offset, inputs_, own);
       }
     }
     for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
@@ -265,37 +272,37 @@ class Tiles {
 };
 #else
 // Products by tiles, which most processors do not have.
-template <class Type, int BITS, Zero ZERO>
+template <class Form>
 struct Tiles {
   explicit Tiles(const Inputs&) {}
   static int64_t rows(const Inputs&) { return 0; }
-  void fill(const Layer<Type>&, int64_t, int64_t) {}
+  void fill(const Layer&, int64_t, int64_t) {}
 };
 #endif
 
 // A panel's features of all rows, in tiles of nearly the same height.
-template <class Type, int BITS, Zero ZERO>
-void fill(const Layer<Type>& layer, const Inputs& inputs, int64_t panel, Tiles<Type, BITS, ZERO>& tiles) {
+template <class Form>
+void fill(const Layer& layer, const Inputs& inputs, int64_t panel, Tiles<Form>& tiles) {
   const int64_t tiled = tiles.rows(inputs), others = inputs.rows - tiled;
   for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(layer, panel, row);
   const int64_t parts = (others + MOST_ROWS - 1) / MOST_ROWS;
   for (int64_t i = 0; i < parts; ++i) {
     const int64_t row = tiled + others * i / parts;
     as_constant<MOST_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
-      tile<Type, BITS, ZERO, decltype(rows)::value>(layer, inputs, panel, row);
+      tile<Form, decltype(rows)::value>(layer, inputs, panel, row);
     });
   }
 }
 
 // Every thread takes its part of the panels of all layers.
-template <class Type, int BITS, Zero ZERO>
-void multiply(const std::vector<Layer<Type>>& layers, const Inputs& inputs) {
+template <class Form>
+void multiply(const std::vector<Layer>& layers, const Inputs& inputs) {
   const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
   int64_t panels = 0;
-  for (const Layer<Type>& layer : layers) panels += panels_of(layer.features);
+  for (const Layer& layer : layers) panels += panels_of(layer.features);
   slipstream::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
-    Tiles<Type, BITS, ZERO> tiles(inputs);
-    for (const Layer<Type>& layer : layers) {
+    Tiles<Form> tiles(inputs);
+    for (const Layer& layer : layers) {
       const int64_t count = panels_of(layer.features);
       for (int64_t panel = std::max<int64_t>(0, begin); panel < std::min(count, end); ++panel)
         fill(layer, inputs, panel, tiles);
@@ -320,43 +327,45 @@ Plain plain(const typename Type::Item* given, int64_t rows, int64_t width, int64
 }
 
 // A panel's features of ROWS rows, beginning with `row`: products are added one after another, in the order of inputs.
-template <class Type, int BITS, Zero ZERO, int ROWS>
-void plain_tile(const Layer<Type>& layer, const Plain& inputs, int64_t panel, int64_t row) {
+template <class Form, int ROWS>
+void plain_tile(const Layer& layer, const Plain& inputs, int64_t panel, int64_t row) {
+  constexpr int BITS = Form::BITS;
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   const int64_t steps = inputs.group / STEP;
   const uint8_t* codes = layer.weights.codes + panel * inputs.groups * steps * WIDTH;
   const float* given = inputs.values.data() + row * inputs.apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
-    const Numbers numbers(layer.weights, panel, group);
+    const Numbers<Form> numbers(layer.weights, panel, group);
     for (int64_t step = 0; step < steps; ++step, codes += WIDTH, given += STEP) {
       prefetch(codes, WIDTH);
       for (int part = 0; part < PARTS; ++part) {
-        const Lanes scale = numbers.scales(part), offset = numbers.offsets<ZERO>(part);
-        const Whole zero = numbers.zeros<BITS, ZERO>(part);
+        const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
+        const Whole zero = numbers.zeros(part);
         Words some;
         std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
         for (int64_t i = 0; i < STEP; ++i) {
           const Whole code = (Whole)((some >> (8 * (i % QUAD) + 4 * (i / QUAD))) & ((1u << BITS) - 1)) - zero;
           Lanes weight = __builtin_convertvector(code, Lanes) * scale;
-          if constexpr (ZERO == Zero::OFFSET) weight += offset;
+          if constexpr (Form::ZERO == Zero::OFFSET) weight += offset;
           for (int r = 0; r < ROWS; ++r) sums[r][part] = fused(weight, given[r * inputs.apart + i], sums[r][part]);
         }
       }
     }
   }
-  for (int r = 0; r < ROWS; ++r) write(layer, panel, row + r, reinterpret_cast<const float*>(sums[r]));
+  for (int r = 0; r < ROWS; ++r) layer.write(panel, row + r, reinterpret_cast<const float*>(sums[r]));
 }
 
-template <class Type, int BITS, Zero ZERO>
-void multiply(const std::vector<Layer<Type>>& layers, const Plain& inputs) {
-  const Layer<Type>& layer = layers[0];
+template <class Form>
+void multiply(const std::vector<Layer>& layers, const Plain& inputs) {
+  constexpr int64_t SOME = 4;  // rows for which a weight is made once
+  const Layer& layer = layers[0];
   slipstream::parallel_for(0, panels_of(layer.features), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel)
-      for (int64_t row = 0; row < inputs.rows; row += MOST_ROWS)
-        as_constant<MOST_ROWS>(std::min<int64_t>(MOST_ROWS, inputs.rows - row), [&](auto rows) {
-          plain_tile<Type, BITS, ZERO, decltype(rows)::value>(layer, inputs, panel, row);
-        });
+    for (int64_t panel = begin; panel < end; ++panel) {
+      int64_t row = 0;
+      for (; row + SOME <= inputs.rows; row += SOME) plain_tile<Form, SOME>(layer, inputs, panel, row);
+      for (; row < inputs.rows; ++row) plain_tile<Form, 1>(layer, inputs, panel, row);
+    }
   });
 }
 
@@ -373,21 +382,17 @@ void run(const Tensor& given, const std::vector<Given>& layers, int64_t bits, bo
   const int64_t width = given.size(given.dim() - 1), rows = given.numel() / std::max<int64_t>(1, width);
   const int64_t groups = layers[0].packed.groups(), group = layers[0].packed.group(bits);
   const Item* data = static_cast<const Item*>(given.data_ptr());
-  std::vector<Layer<Type>> found;
+  std::vector<Layer> found;
   Item* place = static_cast<Item*>(outputs.data_ptr());
   for (const Given& layer : layers) {
-    found.push_back({layer.packed.weights(), layer.bias ? static_cast<const Item*>(layer.bias->data_ptr()) : nullptr,
-                     layer.features, place, outputs.size(outputs.dim() - 1)});
+    found.push_back({layer.packed.weights(), layer.bias ? layer.bias->data_ptr() : nullptr, layer.features, place,
+                     outputs.size(outputs.dim() - 1), std::is_same_v<Type, Float32>});
     place += layer.features;
   }
-  with_form(bits, layers[0].packed.zero(), [&](auto width_of_codes, auto zero) {
-    constexpr int BITS = decltype(width_of_codes)::value;
-    constexpr Zero ZERO = decltype(zero)::value;
-    if (whole)
-      multiply<Type, BITS, ZERO>(found, quantize<Type>(data, rows, width, groups, group));
-    else
-      multiply<Type, BITS, ZERO>(found, plain<Type>(data, rows, width, groups, group));
-  });
+  const auto with = [&](const auto& inputs) {
+    with_form(bits, layers[0].packed, [&](auto form) { multiply<decltype(form)>(found, inputs); });
+  };
+  whole ? with(quantize<Type>(data, rows, width, groups, group)) : with(plain<Type>(data, rows, width, groups, group));
 }
 
 void check(const Tensor& inputs, const Given& layer, int64_t bits) {
@@ -411,8 +416,8 @@ Tensor product(const Tensor& inputs, const std::vector<Given>& layers, int64_t b
     check(inputs, layer, bits);
     const Packed &packed = layer.packed, &first = layers[0].packed;
     STD_TORCH_CHECK(packed.groups() == first.groups() && packed.group(bits) == first.group(bits) &&
-                        packed.zero() == first.zero(),
-                    "slipstream::quantized_linears: layers with different groups or zeros");
+                        packed.zero() == first.zero() && packed.scale() == first.scale(),
+                    "slipstream::quantized_linears: layers with different groups, scales or zeros");
     shape.back() += layer.features;
   }
   Tensor outputs = torch::stable::new_empty(inputs, shape);
@@ -467,12 +472,10 @@ Tensor quantized_rows(Tensor features, Tensor codes, Tensor scales, std::optiona
   for (int64_t i = 0; i < count; ++i)
     STD_TORCH_CHECK(wanted[i] >= 0 && wanted[i] < most, "slipstream::quantized_rows: there is no feature ", wanted[i]);
   const Weights weights = packed.weights();
-  with_form(bits, packed.zero(), [&](auto width_of_codes, auto zero) {
-    constexpr int BITS = decltype(width_of_codes)::value;
-    constexpr Zero ZERO = decltype(zero)::value;
+  with_form(bits, packed, [&](auto form) {
     slipstream::parallel_for(0, count, std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width)),
                              [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) write_row<BITS, ZERO>(weights, group, wanted[i], width, to + i * width);
+      for (int64_t i = begin; i < end; ++i) write_row<decltype(form)>(weights, group, wanted[i], width, to + i * width);
     });
   });
   return outputs;

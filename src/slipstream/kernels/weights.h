@@ -1,12 +1,15 @@
 // Quantized weights in memory, and the numbers that their codes stand for.
 //
+// What kernels do for every group is chosen when they are compiled, by a `Form`: the bits of codes, what zeros are, and how
+// scales are stored.
+//
 // Codes have no sign: a weight is scale * (code - zero), where zero is the middle of the range unless `zeros` are given.
-// Zeros of bytes are codes; other zeros are offsets, and a weight is scale * code + offset.
+// Zeros of bytes are codes; zeros of float16 are offsets, and a weight is scale * code + offset.
 // Codes lie in panels, as in cpu.cpp: (panels, inputs / STEP, PANEL, QUAD) bytes. A byte is one code of 8 bits (STEP 4),
 // or two of 4 bits (STEP 8), of which the lower one belongs to an input in the first half of the step. Scales and zeros
 // are (panels, groups, PANEL), in bfloat16 or float16.
 // Where several groups form a block, scales and offsets are (panels, blocks, PANEL), and those of a group are `steps` of
-// them: whole numbers (panels, groups, 1, PANEL), or with offsets (panels, groups, 2, PANEL).
+// them: whole numbers (panels, groups, 1, PANEL), or with offsets (panels, groups, 2, PANEL). Both are float16 then.
 
 #pragma once
 
@@ -20,53 +23,66 @@ constexpr int MOST_GROUP = 256;  // inputs that share a scale
 // Which code stands for the weight 0, or which weight the code 0 stands for.
 enum class Zero { MIDDLE, CODE, OFFSET };
 
+// How the scales of groups, and their offsets, are stored.
+enum class Scale { BFLOAT16, FLOAT16, STEPS };
+
+template <int BITS_, Zero ZERO_, Scale SCALE_>
+struct Form {
+  static constexpr int BITS = BITS_;
+  static constexpr Zero ZERO = ZERO_;
+  static constexpr Scale SCALE = SCALE_;
+};
+
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t Signed __attribute__((vector_size(LANES)));
 
 struct Weights {
   const uint8_t* codes;
   const uint16_t* scales;
-  const void* zeros;    // bytes, or numbers as scales are; or null
+  const void* zeros;    // bytes, or float16; or null
   const int8_t* steps;  // or null
   int64_t groups, blocks;
-  bool half;  // scales are float16
-  int places;  // of a group in the steps: 1, or 2 with offsets
   int shift;  // a block has 1 << shift groups
-
-  Lanes number(const void* numbers, int64_t place) const {
-    const uint16_t* from = static_cast<const uint16_t*>(numbers) + place;
-    return half ? Float16::load(from) : BFloat16::load(from);
-  }
 };
 
 // The numbers of a panel's features for a group.
+template <class Form>
 struct Numbers {
+  static constexpr bool OFFSETS = Form::ZERO == Zero::OFFSET, STEPS = Form::SCALE == Scale::STEPS;
+
   const Weights& weights;
-  int64_t place, step;  // of the group's scales, and of its steps
+  int64_t place, step = 0;  // of the group's scales, and of its steps
 
-  Numbers(const Weights& weights, int64_t panel, int64_t group)
-      : weights(weights), place((panel * weights.blocks + (group >> weights.shift)) * PANEL),
-        step((panel * weights.groups + group) * weights.places * PANEL) {}
+  Numbers(const Weights& weights, int64_t panel, int64_t group) : weights(weights) {
+    if constexpr (STEPS) {
+      place = (panel * weights.blocks + (group >> weights.shift)) * PANEL;
+      step = (panel * weights.groups + group) * (OFFSETS ? 2 : 1) * PANEL;
+    } else {
+      place = (panel * weights.groups + group) * PANEL;
+    }
+  }
 
-  Lanes stepped(Lanes number, int64_t first) const {
-    if (!weights.steps) return number;
+  Lanes stepped(const Lanes& number, int64_t first) const {
+    if constexpr (!STEPS) return number;
     Signed own;
     std::memcpy(&own, weights.steps + step + first, sizeof(own));
     return number * __builtin_convertvector(own, Lanes);
   }
 
-  Lanes scales(int part) const { return stepped(weights.number(weights.scales, place + part * LANES), part * LANES); }
+  Lanes scales(int part) const {
+    const uint16_t* from = weights.scales + place + part * LANES;
+    if constexpr (Form::SCALE == Scale::BFLOAT16) return BFloat16::load(from);
+    return stepped(Float16::load(from), part * LANES);
+  }
 
-  template <Zero ZERO>
   Lanes offsets(int part) const {
-    if constexpr (ZERO != Zero::OFFSET) return Lanes{};
-    return stepped(weights.number(weights.zeros, place + part * LANES), PANEL + part * LANES);
+    if constexpr (!OFFSETS) return Lanes{};
+    return stepped(Float16::load(static_cast<const uint16_t*>(weights.zeros) + place + part * LANES), PANEL + part * LANES);
   }
 
   // The codes of the weight 0; 0 where codes have offsets.
-  template <int BITS, Zero ZERO>
   Whole zeros(int part) const {
-    if constexpr (ZERO != Zero::CODE) return Whole{} + (ZERO == Zero::MIDDLE ? 1 << (BITS - 1) : 0);
+    if constexpr (Form::ZERO != Zero::CODE) return Whole{} + (OFFSETS ? 0 : 1 << (Form::BITS - 1));
     Bytes own;
     std::memcpy(&own, static_cast<const uint8_t*>(weights.zeros) + place + part * LANES, sizeof(own));
     return __builtin_convertvector(own, Whole);
@@ -74,20 +90,20 @@ struct Numbers {
 };
 
 // Writes the first `width` weights of a feature.
-template <int BITS, Zero ZERO>
+template <class Form>
 void write_row(const Weights& weights, int64_t group, int64_t feature, int64_t width, float* to) {
-  constexpr int64_t STEP = QUAD * 8 / BITS;
+  constexpr int64_t STEP = QUAD * 8 / Form::BITS;
   const int64_t panel = feature / PANEL, lane = feature % PANEL, part = lane / LANES;
   const uint8_t* codes = weights.codes + (panel * weights.groups * group / STEP * PANEL + lane) * QUAD;
   for (int64_t first = 0; first < width; first += group) {
-    const Numbers numbers(weights, panel, first / group);
-    const float scale = numbers.scales(part)[lane % LANES], offset = numbers.offsets<ZERO>(part)[lane % LANES];
-    const int32_t zero = numbers.zeros<BITS, ZERO>(part)[lane % LANES];
+    const Numbers<Form> numbers(weights, panel, first / group);
+    const float scale = numbers.scales(part)[lane % LANES], offset = numbers.offsets(part)[lane % LANES];
+    const int32_t zero = numbers.zeros(part)[lane % LANES];
     for (int64_t i = first; i < std::min(width, first + group); ++i) {
       const uint8_t byte = codes[i / STEP * PANEL * QUAD + i % QUAD];
-      const int32_t code = BITS == 8 ? byte : (byte >> (i % STEP / QUAD * 4)) & 15;
+      const int32_t code = Form::BITS == 8 ? byte : (byte >> (i % STEP / QUAD * 4)) & 15;
       const float weight = static_cast<float>(code - zero) * scale;
-      to[i] = ZERO == Zero::OFFSET ? weight + offset : weight;
+      to[i] = Form::ZERO == Zero::OFFSET ? weight + offset : weight;
     }
   }
 }
@@ -103,13 +119,17 @@ struct Packed {
     return !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
   }
 
+  Scale scale() const {
+    return steps ? Scale::STEPS : scales.scalar_type() == ScalarType::Half ? Scale::FLOAT16 : Scale::BFLOAT16;
+  }
+
   Weights weights() const {
     const int64_t blocks = scales.size(1);
     int shift = 0;
     while (blocks << shift < groups()) ++shift;
     return {static_cast<const uint8_t*>(codes.data_ptr()), static_cast<const uint16_t*>(scales.data_ptr()),
             zeros ? zeros->data_ptr() : nullptr, steps ? static_cast<const int8_t*>(steps->data_ptr()) : nullptr,
-            groups(), blocks, scales.scalar_type() == ScalarType::Half, zero() == Zero::OFFSET ? 2 : 1, shift};
+            groups(), blocks, shift};
   }
 
   void check(int64_t features, int64_t bits) const {
@@ -119,10 +139,11 @@ struct Packed {
                     "slipstream::quantized_linear: the codes are not packed for ", features, " features");
     const auto kind = scales.scalar_type();
     STD_TORCH_CHECK(scales.dim() == 3 && scales.size(0) == codes.size(0) && scales.size(1) > 0 &&
-                        scales.size(2) == PANEL && (kind == ScalarType::BFloat16 || kind == ScalarType::Half),
+                        scales.size(2) == PANEL && (kind == ScalarType::Half || (kind == ScalarType::BFloat16 && !steps)),
                     "slipstream::quantized_linear: the scales do not fit the codes");
     STD_TORCH_CHECK(!zeros || (zeros->numel() == scales.numel() &&
-                               (zeros->scalar_type() == kind || (!steps && zeros->scalar_type() == ScalarType::Byte))),
+                               ((kind == ScalarType::Half && zeros->scalar_type() == kind) ||
+                                (!steps && zeros->scalar_type() == ScalarType::Byte))),
                     "slipstream::quantized_linear: the zeros do not fit the scales");
     STD_TORCH_CHECK(!steps || (steps->dim() == 4 && steps->size(0) == codes.size(0) && steps->size(1) > 0 &&
                                steps->size(2) == (zeros ? 2 : 1) && steps->size(3) == PANEL &&
@@ -138,16 +159,31 @@ struct Packed {
   }
 };
 
-// Calls `run` with the bits of codes and the kind of zeros as constants.
+// Calls `run` with the form of a weight.
 template <class Run>
-void with_form(int64_t bits, Zero zero, const Run& run) {
-  const auto with = [&](auto kind) {
-    bits == 8 ? run(std::integral_constant<int, 8>(), kind) : run(std::integral_constant<int, 4>(), kind);
+void with_form(int64_t bits, const Packed& packed, const Run& run) {
+  const auto with = [&](auto zero, auto scale) {
+    constexpr Zero ZERO = decltype(zero)::value;
+    constexpr Scale SCALE = decltype(scale)::value;
+    bits == 8 ? run(Form<8, ZERO, SCALE>()) : run(Form<4, ZERO, SCALE>());
   };
-  switch (zero) {
-    case Zero::MIDDLE: return with(std::integral_constant<Zero, Zero::MIDDLE>{});
-    case Zero::CODE: return with(std::integral_constant<Zero, Zero::CODE>{});
-    case Zero::OFFSET: return with(std::integral_constant<Zero, Zero::OFFSET>{});
+  using Middle = std::integral_constant<Zero, Zero::MIDDLE>;
+  using Code = std::integral_constant<Zero, Zero::CODE>;
+  using Offset = std::integral_constant<Zero, Zero::OFFSET>;
+  const Zero zero = packed.zero();
+  switch (packed.scale()) {
+    case Scale::BFLOAT16: {
+      constexpr std::integral_constant<Scale, Scale::BFLOAT16> scale;
+      return zero == Zero::MIDDLE ? with(Middle(), scale) : with(Code(), scale);
+    }
+    case Scale::FLOAT16: {
+      constexpr std::integral_constant<Scale, Scale::FLOAT16> scale;
+      return zero == Zero::MIDDLE ? with(Middle(), scale) : zero == Zero::CODE ? with(Code(), scale) : with(Offset(), scale);
+    }
+    case Scale::STEPS: {
+      constexpr std::integral_constant<Scale, Scale::STEPS> scale;
+      return zero == Zero::MIDDLE ? with(Middle(), scale) : with(Offset(), scale);
+    }
   }
 }
 
