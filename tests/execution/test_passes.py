@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from scripted import drive, grow_and_branch, run_before_others
 from slipstream import load
 from slipstream.execution.inductor import Compiled
-from slipstream.execution.passes import Mode
+from slipstream.execution.passes import Mode, compare
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_scorer
@@ -164,6 +164,15 @@ def test_a_graph_with_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) 
         found = drive(fast, 1)
     for left, right in zip(drive(CausalScorer(model), 1), found, strict=True):
         torch.testing.assert_close(left, right)
+
+
+def test_inputs_of_8_bits_explain_twice_what_their_rounding_moves() -> None:
+    """And no more, nor what is beyond half precision."""
+    eager = torch.randn(1, 3, 50, generator=torch.Generator().manual_seed(0))
+    compare(eager, eager + 0.05, unrounded=eager - 0.03)
+    for moved, unrounded in ((0.05, None), (0.05, eager - 0.02), (4.0, eager - 3.0)):
+        with pytest.raises(ValueError, match="gives other logits"):
+            compare(eager, eager + moved, unrounded=unrounded)
 
 
 def test_load_refuses_to_compile_a_fixed_shape_and_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from slipstream.bench import peers
@@ -90,7 +91,9 @@ def untouched(scorer: HasModel) -> Any:
     model = scorer.model
     if not any(isinstance(module, PackedLinear) for module in model.modules()):
         return model
-    return load_model(model.config.name_or_path, model.dtype, str(model.device), encoder_dtype(model))
+    name = model.config.name_or_path
+    plain = {"dequantize": True} if Path(name).suffix == ".gguf" else {}
+    return load_model(name, model.dtype, str(model.device), encoder_dtype(model), **plain)
 
 
 def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rounds) -> Contender:

@@ -13,10 +13,11 @@ from slipstream.check.record import Emission, RecordedText
 from slipstream.check.report import Difference
 from slipstream.core.draws import Key, Purpose, Rng
 from slipstream.core.law import Law, distance
-from slipstream.core.protocols import Scorer
+from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.request import Request, Row
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, sound
+from slipstream.kernels.packing import inputs_as_they_are
 from slipstream.measure.replay import plain_law, replay
 
 HALF = {torch.float16, torch.bfloat16}
@@ -33,18 +34,25 @@ class Rounding:
     """The differences between the scores of rounds and of plain steps, in logits.
 
     `noise` is the largest difference, `whole` that between plain steps and one pass over the whole
-    text without a cache (None if the target cannot do that), `spread` the standard deviation of the logits.
+    text without a cache (None if the target cannot do that), `spread` the standard deviation of the logits. `inputs` is
+    how far the rounding of layers' inputs to 8 bits moves the logits of that pass.
     """
 
     noise: float = 0.0
     whole: float | None = None
+    inputs: float = 0.0
     spread: float = 0.0
     dtype: torch.dtype = torch.float32
 
     @property
     def limit(self) -> float:
-        """The greatest difference that rounding explains; above it, the scores themselves are wrong."""
-        return (0.5 if self.dtype in HALF else 0.01) * self.spread
+        """The greatest difference that rounding explains; above it, the scores themselves are wrong.
+
+        The last bits of inputs that are rounded to 8 bits may become whole steps: two passes are each about as far from
+        the one without that rounding as this one is.
+        """
+        half, single = 0.5 * self.spread, 0.01 * self.spread
+        return half if self.dtype in HALF else max(single, min(half, 2 * self.inputs))
 
     @property
     def allowed(self) -> float:
@@ -64,8 +72,15 @@ class Rounding:
         if alone is None:
             return
         request = text.row.request
-        scores = alone([*request.prompt, *text.tokens[:-1]], request.source)[0, -len(plain) :].to(plain[0].device)
-        self.whole = max(self.whole or 0.0, _farthest(torch.stack(list(plain)), scores))
+
+        def scores() -> Tensor:
+            return alone([*request.prompt, *text.tokens[:-1]], request.source)[0, -len(plain) :].to(plain[0].device)
+
+        found = scores()
+        self.whole = max(self.whole or 0.0, _farthest(torch.stack(list(plain)), found))
+        if isinstance(target, HasModel):
+            with inputs_as_they_are(target.model) as rounds:
+                self.inputs = max(self.inputs, _farthest(found, scores()) if rounds else 0.0)
 
 
 def _farthest(left: Tensor, right: Tensor) -> float:

@@ -191,6 +191,19 @@ class QuantizedLinear(PackedLinear):
         return weight if self.order is None else weight[:, self.order.argsort()]
 
 
+@contextmanager
+def inputs_as_they_are(model: nn.Module) -> Iterator[bool]:
+    """Let quantized layers multiply inputs without rounding them -> whether any layer of the model rounds them else."""
+    layers = [each for each in model.modules() if isinstance(each, QuantizedLinear) and each.whole]
+    for each in layers:
+        each.whole = False
+    try:
+        yield bool(layers)
+    finally:
+        for each in layers:
+            each.whole = True
+
+
 class QuantizedEmbedding(nn.Module):
     """Input embeddings that stay quantized: tokens (...) -> (..., width), dequantized row by row.
 

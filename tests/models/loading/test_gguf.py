@@ -20,8 +20,9 @@ from transformers import (
 )
 
 import slipstream
+from slipstream.check import check
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear
+from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear, inputs_as_they_are
 from slipstream.models.loading.load import find_tokenizer, load_model
 
 gguf = pytest.importorskip("gguf")
@@ -189,6 +190,33 @@ def test_logits_are_those_of_the_weights_with_inputs_as_they_are(format: str, tm
             assert layer.zeros is not None
             layer.zeros.zero_()
         assert float((logits(exact) - want).abs().max() / want.std()) > 0.5
+
+
+def test_inputs_stay_as_they_are_for_a_while(tmp_path: Path) -> None:
+    written(plain(), tmp_path / "tiny.gguf", "Q8_0")
+    exact, rounding = (load_model(tmp_path / "tiny.gguf", activations=each) for each in ("float", "int8"))
+    before = logits(rounding)
+    with inputs_as_they_are(rounding) as rounds, inputs_as_they_are(exact) as never:
+        assert rounds and not never and torch.equal(logits(rounding), logits(exact))
+    assert torch.equal(logits(rounding), before) and not torch.equal(before, logits(exact))
+
+
+@pytest.mark.parametrize("format", ["Q4_1", "Q4_K"])
+def test_the_check_passes_on_it_and_a_broken_head_exceeds_its_bound(format: str, tmp_path: Path) -> None:
+    """The bound follows from how far the rounding of inputs moves logits."""
+    written(plain(width=256), tmp_path / "tiny.gguf", format)
+    engine = slipstream.load(tmp_path / "tiny.gguf", "lookup")
+    options: dict[str, Any] = {"max_new_tokens": 8, "samples": 100, "temperature": 0}
+
+    def wrong() -> set[str]:
+        report = check(engine, [[5, 17, 42, 5, 17]], **options)
+        assert report.greedy is not None
+        return {each.name for each in report.greedy.tests if not each.passed}
+
+    assert wrong() == set()
+    head = engine.decoder.target.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, given, found: found * 1.5 if given[0].shape[1] > 1 else found)
+    assert "scores" in wrong()
 
 
 def test_rows_of_other_families_stay_where_they_are(tmp_path: Path) -> None:
