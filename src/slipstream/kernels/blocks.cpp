@@ -23,13 +23,40 @@ struct Block {
 inline uint16_t half_at(const uint8_t* place) { return static_cast<uint16_t>(place[0] | place[1] << 8); }
 inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
-// 32 codes of 4 bits in 16 bytes: the lower ones first, then the upper ones.
-template <class Code>
-void halves(const uint8_t* from, uint8_t* to, const Code& code) {
-  for (int i = 0; i < 16; ++i) {
-    to[i] = code(from[i] & 15);
-    to[i + 16] = code(from[i] >> 4);
+// Codes of 4 bits in COUNT bytes: the lower ones first, then the upper ones.
+template <int COUNT>
+void halves(const uint8_t* __restrict from, uint8_t* __restrict to) {
+  constexpr uint64_t LOW = 0x0f0f0f0f0f0f0f0f;
+  for (int i = 0; i < COUNT; i += 8) {
+    uint64_t some;
+    std::memcpy(&some, from + i, sizeof(some));
+    const uint64_t low = some & LOW, high = some >> 4 & LOW;
+    std::memcpy(to + i, &low, sizeof(low));
+    std::memcpy(to + COUNT + i, &high, sizeof(high));
   }
+}
+
+// The same for 32 codes that stand for numbers of a table.
+inline void from_table(const uint8_t* from, const int8_t* table, uint8_t* to) {
+  halves<16>(from, to);
+  for (int i = 0; i < 32; ++i) to[i] = static_cast<uint8_t>(table[to[i]] + 128);
+}
+
+// Codes of BITS bits in 32 bytes: the lowest ones of all bytes first.
+template <int BITS>
+void slices(const uint8_t* __restrict from, uint8_t* __restrict to) {
+  for (int shift = 0; shift < 8; shift += BITS, to += 32)
+    for (int i = 0; i < 32; ++i) to[i] = from[i] >> shift & ((1 << BITS) - 1);
+}
+
+// Adds `more`, and other codes that are moved up by SHIFT bits, to COUNT codes.
+template <int COUNT, int SHIFT>
+void add(const uint8_t* __restrict high, uint8_t more, uint8_t* __restrict codes) {
+  for (int i = 0; i < COUNT; ++i) codes[i] = static_cast<uint8_t>(codes[i] + (high[i] << SHIFT) + more);
+}
+
+inline void add(uint8_t more, uint8_t* codes) {
+  for (int i = 0; i < MOST_BLOCK; ++i) codes[i] = static_cast<uint8_t>(codes[i] + more);
 }
 
 struct Q4_0 {
@@ -37,7 +64,7 @@ struct Q4_0 {
   static constexpr bool OFFSETS = false;
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
-    halves(from + 2, to.codes, [](int code) { return code; });
+    halves<16>(from + 2, to.codes);
   }
 };
 
@@ -47,7 +74,7 @@ struct Q4_1 {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     to.offset = half_at(from + 2);
-    halves(from + 4, to.codes, [](int code) { return code; });
+    halves<16>(from + 4, to.codes);
   }
 };
 
@@ -61,7 +88,7 @@ struct Q5_0 {
   static constexpr bool OFFSETS = false;
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
-    halves(from + 6, to.codes, [](int code) { return code; });
+    halves<16>(from + 6, to.codes);
     add_fifth(from + 2, to.codes, 128 - 16);
   }
 };
@@ -72,7 +99,7 @@ struct Q5_1 {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     to.offset = half_at(from + 2);
-    halves(from + 8, to.codes, [](int code) { return code; });
+    halves<16>(from + 8, to.codes);
     add_fifth(from + 4, to.codes, 0);
   }
 };
@@ -86,9 +113,6 @@ struct Q8_0 {
   }
 };
 
-// Code i of those of 2 bits in 64 bytes: 128 codes in 32 bytes, then the others.
-inline int pair_of_bits(const uint8_t* from, int i) { return from[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3; }
-
 struct Q2_K {
   static constexpr int NUMBER = 10, BITS = 4, INPUTS = 256, BYTES = 84, GROUP = 16;
   static constexpr bool OFFSETS = true;
@@ -99,7 +123,7 @@ struct Q2_K {
       to.steps[i] = from[i] & 15;
       to.offset_steps[i] = from[i] >> 4;
     }
-    for (int i = 0; i < 256; ++i) to.codes[i] = pair_of_bits(from + 16, i);
+    for (int i = 0; i < 2; ++i) slices<2>(from + 16 + 32 * i, to.codes + 128 * i);
   }
 };
 
@@ -113,7 +137,10 @@ struct Q3_K {
       const int low = scales[i % 8] >> (i / 8 * 4) & 15, high = scales[8 + i % 4] >> (i / 4 * 2) & 3;
       to.steps[i] = static_cast<int8_t>((low | high << 4) - 32);
     }
-    for (int i = 0; i < 256; ++i) to.codes[i] = (pair_of_bits(from + 32, i) | (from[i % 32] >> (i / 32) & 1) << 2) + 8 - 4;
+    for (int i = 0; i < 2; ++i) slices<2>(from + 32 + 32 * i, to.codes + 128 * i);
+    uint8_t high[256];
+    slices<1>(from, high);
+    add<256, 2>(high, 8 - 4, to.codes);
   }
 };
 
@@ -127,9 +154,6 @@ inline void unpack_steps(const uint8_t* from, Block& to) {
   }
 }
 
-// Code i of those of 4 bits in 128 bytes: 32 lower ones, the 32 upper ones of the same bytes, then the others.
-inline int four_bits(const uint8_t* from, int i) { return from[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15; }
-
 struct Q4_K {
   static constexpr int NUMBER = 12, BITS = 4, INPUTS = 256, BYTES = 144, GROUP = 32;
   static constexpr bool OFFSETS = true;
@@ -137,7 +161,7 @@ struct Q4_K {
     to.scale = half_at(from);
     to.offset = negative(half_at(from + 2));
     unpack_steps(from + 4, to);
-    for (int i = 0; i < 256; ++i) to.codes[i] = four_bits(from + 16, i);
+    for (int i = 0; i < 4; ++i) halves<32>(from + 16 + 32 * i, to.codes + 64 * i);
   }
 };
 
@@ -148,7 +172,10 @@ struct Q5_K {
     to.scale = half_at(from);
     to.offset = negative(half_at(from + 2));
     unpack_steps(from + 4, to);
-    for (int i = 0; i < 256; ++i) to.codes[i] = four_bits(from + 48, i) | (from[16 + i % 32] >> (i / 32) & 1) << 4;
+    for (int i = 0; i < 4; ++i) halves<32>(from + 48 + 32 * i, to.codes + 64 * i);
+    uint8_t high[256];
+    slices<1>(from + 16, high);
+    add<256, 4>(high, 0, to.codes);
   }
 };
 
@@ -158,10 +185,12 @@ struct Q6_K {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 208);
     std::memcpy(to.steps, from + 192, 16);
-    for (int i = 0; i < 256; ++i) {
-      const int low = from[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4) & 15;
-      to.codes[i] = static_cast<uint8_t>((low | pair_of_bits(from + 128, i) << 4) + 128 - 32);
+    uint8_t high[256];
+    for (int i = 0; i < 2; ++i) {
+      halves<64>(from + 64 * i, to.codes + 128 * i);
+      slices<2>(from + 128 + 32 * i, high + 128 * i);
     }
+    add<256, 4>(high, 128 - 32, to.codes);
   }
 };
 
@@ -170,7 +199,7 @@ struct IQ4_NL {
   static constexpr bool OFFSETS = false;
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
-    halves(from + 2, to.codes, [](int code) { return IQ4[code] + 128; });
+    from_table(from + 2, IQ4, to.codes);
   }
 };
 
@@ -182,7 +211,7 @@ struct IQ4_XS {
     const int high = half_at(from + 2);
     for (int i = 0; i < 8; ++i) {
       to.steps[i] = static_cast<int8_t>(((from[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
-      halves(from + 8 + 16 * i, to.codes + 32 * i, [](int code) { return IQ4[code] + 128; });
+      from_table(from + 8 + 16 * i, IQ4, to.codes + 32 * i);
     }
   }
 };
@@ -209,7 +238,8 @@ struct TQ2_0 {
   static constexpr bool OFFSETS = false;
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 64);
-    for (int i = 0; i < 256; ++i) to.codes[i] = pair_of_bits(from, i) + 8 - 1;
+    for (int i = 0; i < 2; ++i) slices<2>(from + 32 * i, to.codes + 128 * i);
+    add(8 - 1, to.codes);
   }
 };
 
@@ -219,7 +249,7 @@ struct MXFP4 {
   static void unpack(const uint8_t* from, Block& to) {
     const int power = from[0] - 1;  // of 2, in bfloat16 with its bias, one less for the halves
     to.scale = static_cast<uint16_t>(power > 0 ? power << 7 : 0x40 >> -power);
-    halves(from + 1, to.codes, [](int code) { return E2M1[code] + 128; });
+    from_table(from + 1, E2M1, to.codes);
   }
 };
 
