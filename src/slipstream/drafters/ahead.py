@@ -27,7 +27,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, padded
 from slipstream.core.draws import Key, Rng, RowByRow
 from slipstream.core.law import Law
-from slipstream.core.protocols import Drafter, Scorer
+from slipstream.core.protocols import Drafter, Scorer, Traits
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round, Stopwatch
 from slipstream.decoding.sampling import Sampling
@@ -174,7 +174,11 @@ class AheadDrafter:
         self._texts: list[ExpectedText] = []
         self._going: Future[None] | None = None
         self._enough = Event()
-        self.traits = replace(model.traits, release=self._release)
+
+    @property
+    def traits(self) -> Traits:
+        """The model's; a property, since an attribute that calls the drafter would keep it, and its thread, alive."""
+        return replace(self.model.traits, release=self._release)
 
     @property
     def scorer(self) -> Scorer:

@@ -34,6 +34,10 @@ class Follower:
         self._late: list[bool] = []  # per row: its text is not read yet, so it gets no draft in this round
         self._watch = Stopwatch()
 
+    def release(self) -> None:
+        """Free all rows of the model's cache."""
+        self.follow(())
+
     def follow(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> None:
         """Follow the rows of the context: free the rows that left, and add the new ones.
 

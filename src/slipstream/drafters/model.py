@@ -32,7 +32,7 @@ class ModelDrafter:
         self.vocab = vocab or scorer.vocab
         self._follower = Follower(scorer, at_once)
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
-        self.traits = Traits((scorer,), scorer, release=lambda: self._follower.follow(()))
+        self.traits = Traits((scorer,), scorer, release=self._follower.release)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""

@@ -61,7 +61,7 @@ class TreeDrafter:
         self.vocab = vocab or scorer.vocab
         self.shape = tree_shape(shape, min(self.vocab, scorer.vocab))
         self._follower = Follower(scorer)
-        self.traits = Traits((scorer,), scorer, release=lambda: self._follower.follow(()))
+        self.traits = Traits((scorer,), scorer, release=self._follower.release)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
