@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slipstream.serve import schema
+from slipstream.serve import messages, schema
 
 BODIES = {
     "/v1/completions": schema.CompletionRequest,
     "/v1/chat/completions": schema.ChatRequest,
+    "/infill": schema.InfillRequest,
     "/v1/responses": schema.ResponsesRequest,
+    "/v1/messages": messages.MessagesRequest,
 }
 
-ALIKE = ("/v1/completions", "/v1/chat/completions")
+ALIKE = ("/v1/completions", "/v1/chat/completions", "/infill")
 """Endpoints that have most fields in common."""
 
 Kinds = tuple[dict[str, str], ...]
@@ -27,7 +29,7 @@ def kinds(described: dict[str, Any]) -> Kinds:
         about = field.get("description", "")
         if about == "Accepted without effect.":
             without[name] = f"`{name}`"
-        elif about.startswith("Accepted"):
+        elif about.startswith("Accepted without effect"):
             only[name] = f"`{name}={'/'.join(json.dumps(value) for value in field['enum'] if value is not None)}`"
         elif about != "Not served.":
             served[name] = f"`{name}`"
@@ -45,9 +47,11 @@ def rows() -> Iterator[str]:
     yield "|---|---|---|---|"
     bodies = {path: body.model_json_schema() for path, body in BODIES.items()}
     of = {path: kinds(described) for path, described in bodies.items()}
-    pairs = zip(*(of[path] for path in ALIKE), strict=True)
-    shared = [", ".join(text for name, text in one.items() if other.get(name) == text) for one, other in pairs]
-    yield row(" and ".join(f"`{path}`" for path in ALIKE), shared)
+    columns_of_all = zip(*(of[path] for path in ALIKE), strict=True)
+    shared = [
+        ", ".join(t for name, t in one.items() if all(t == o.get(name) for o in more)) for one, *more in columns_of_all
+    ]
+    yield row(", ".join(f"`{path}`" for path in ALIKE), shared)
     for path, columns in of.items():
         told = ", ".join(shared).split(", ") if path in ALIKE else []
         yield row(f"`{path}`", (", ".join(text for text in column.values() if text not in told) for column in columns))

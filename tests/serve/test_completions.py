@@ -138,7 +138,7 @@ def test_other_projects_names_are_served(server: ServerProcess) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown field": ({"suffix": "end"}, "suffix"),
+    "model that does not fill in": ({"suffix": "end"}, "suffix"),
     "unknown nested field": ({"speculative": {"gama": 4}}, "speculative.gama"),
     "empty prompt": ({"prompt": ""}, "prompt"),
     "too hot": ({"temperature": 101}, "temperature"),
@@ -147,8 +147,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bias of a token that is not there": ({"logit_bias": {"99999999": 1}}, "logit_bias"),
     "too many samples": ({"n": 1000}, "n"),
     "too many logprobs": ({"logprobs": 1000}, "logprobs"),
-    "rule": ({"speculative": {"verify": "guess"}}, "verify"),
-    "lossless": ({"speculative": {"verify": "lenient:0.5", "lossless": True}}, "verify"),
+    "rule": ({"speculative": {"verify": "guess"}}, "speculative.verify"),
+    "lossless": ({"speculative": {"verify": "lenient:0.5", "lossless": True}}, "speculative.verify"),
     "minimum above the maximum": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
 }
 
@@ -163,8 +163,21 @@ def test_what_cannot_be_is_a_400_that_names_the_field(client: openai.OpenAI, cas
 
 
 def test_another_model_is_a_404(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="is not served here"):
+    with pytest.raises(openai.NotFoundError, match="is not served here") as caught:
         client.completions.create(model="gpt-4", prompt=PROMPT)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(server: ServerProcess, path: str) -> None:
+    chat = [{"role": "user", "content": PROMPT * 200}]
+    fields = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}
+    field, prompt = fields[path], chat if "chat" in path else PROMPT * 200
+    with server.http() as http:
+        for value, code in ((prompt, "context_length_exceeded"), (5, None)):
+            answer = http.post(path, json={field: value, "stream": True})
+            assert answer.status_code == 400
+            assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == (code, field)
 
 
 def test_beam_search_is_the_librarys(client: openai.OpenAI, engine: slipstream.Engine) -> None:

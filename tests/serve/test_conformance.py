@@ -23,7 +23,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from serve.conftest import ServerProcess
-from slipstream.serve.schema import SpeculationOptions
 
 CHECKS: Any = [
     not_a_server_error,
@@ -37,6 +36,7 @@ LENGTHS = {
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_completion_tokens",
     "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
 }
 """Paths that write text, and the field that limits it."""
 PLAIN: dict[str | None, Any] = {
@@ -81,10 +81,9 @@ def made_plain(case: Any, answer: Any) -> bool:
     """Put something plain in the place of the field that an error names, or leave it out -> whether that was done."""
     body, named = case.body, re.split(r"[.\[]", answer.json()["error"]["param"])[0]
     plain = SHORT if named == LENGTHS.get(case.path) else PLAIN.get(named)
-    holder = body.get("speculative") if isinstance(body, dict) and named in SpeculationOptions.model_fields else body
-    if not isinstance(holder, dict) or holder.get(named) in (None, plain):
+    if not isinstance(body, dict) or body.get(named) in (None, plain):
         return False
-    holder[named] = plain
+    body[named] = plain
     return True
 
 
@@ -144,7 +143,12 @@ def test_five_thousand_generated_requests_get_described_answers(server: ServerPr
     assert sum(found.values(), Counter()).total() >= 5000
 
 
-NEEDED = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}
+NEEDED = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 """The field that each of these paths requires."""
 
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from serve.conftest import ServerProcess
 from serve.fields_page import BODIES, table
 from slipstream.serve.body import Body, complaint, ignored
-from slipstream.serve.schema import ChatRequest, CompletionRequest, ResponsesRequest
+from slipstream.serve.messages import MessagesRequest
+from slipstream.serve.schema import ChatRequest, CompletionRequest, InfillRequest, ResponsesRequest
 
 USER = {"role": "user", "content": "x"}
 CHAT: dict[str, Any] = {"messages": [USER]}
@@ -20,6 +21,8 @@ SMALLEST: dict[type[Body], dict[str, Any]] = {
     CompletionRequest: {"prompt": "x"},
     ChatRequest: CHAT,
     ResponsesRequest: {"input": "x"},
+    MessagesRequest: {"messages": [USER], "max_tokens": 1},
+    InfillRequest: {},
 }
 ANSWER = {
     "role": "assistant",
@@ -40,32 +43,45 @@ def refused(model: type[Body], body: Any) -> tuple[str, str | None]:
     return complaint(caught.value.errors(), body)
 
 
+def others(model: type[Body]) -> list[tuple[str, Any]]:
+    """The fields that are not the model's own."""
+    return [(name, values) for name, values in model.others.items() if name not in model.model_fields]
+
+
 @pytest.mark.parametrize("model", SMALLEST)
 def test_null_is_no_field(model: type[Body]) -> None:
     body, schema = SMALLEST[model], model.model_json_schema()
-    optional = {name: None for name in schema["properties"] if name not in schema["required"]}
+    optional = {name: None for name in schema["properties"] if name not in schema.get("required", ())}
     read = model.model_validate({**optional, **body})
     assert read == model.model_validate(body) and list(ignored(read)) == []
-    [needed] = body
-    assert refused(model, {needed: None})[1] == needed
+    for needed in body:
+        assert refused(model, {**body, needed: None})[1] == needed
 
 
 def test_nested_nulls_are_no_fields() -> None:
     read = ChatRequest.model_validate({"messages": [ANSWER], "stream_options": {"include_usage": None}, "new": None})
     assert read.stream_options is not None and read.stream_options.include_usage is False
     assert list(ignored(read)) == ["messages[].annotations", "messages[].tool_calls[].index"]
+    [thought] = ChatRequest.model_validate({"messages": [{**USER, "reasoning": "hm"}]}).messages
+    assert thought.model_dump(exclude_none=True) == {**USER, "reasoning_content": "hm"}
     [message] = [each.model_dump(exclude_none=True) for each in read.messages]
     assert message.keys() == {"role", "content", "tool_calls"}  # the chat template sees nothing else
 
 
 @pytest.mark.parametrize("model", SMALLEST)
 def test_every_value_without_effect_is_accepted_and_named(model: type[Body]) -> None:
-    for name, values in model.others.items():
+    for name, values in others(model):
         for value in ("anything", 5, {}) if values is None else values:
             assert list(ignored(model.model_validate({**SMALLEST[model], name: value}))) == [name]
         if values is not None:
             message, field = refused(model, {**SMALLEST[model], name: "something else"})
             assert field == name and "would change the answer" in message
+
+
+def test_a_field_that_one_endpoint_serves_is_refused_by_others() -> None:
+    assert InfillRequest.model_validate({"t_max_predict_ms": 5}).t_max_predict_ms == 5
+    assert InfillRequest.model_json_schema()["properties"]["t_max_predict_ms"]["anyOf"][0]["type"] == "integer"
+    assert refused(ChatRequest, {**CHAT, "t_max_predict_ms": 5})[1] == "t_max_predict_ms"
 
 
 def test_true_is_not_one() -> None:
@@ -107,7 +123,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**CHAT, "stop": ["a", 5]}, "stop[1]", "valid string."),
     ({**CHAT, "max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens", "one thing"),
     ({**CHAT, "n_predict": 5, "max_tokens": 6}, "n_predict", "one thing"),
-    ({**CHAT, "guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", "give one of them."),
+    ({**CHAT, "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "give one of them."),
 ]
 
 
@@ -136,7 +152,7 @@ def test_two_names_for_one_value_agree() -> None:
 @pytest.mark.parametrize("model", SMALLEST)
 def test_the_schema_says_what_is_accepted(model: type[Body]) -> None:
     validator = jsonschema_rs.validator_for(model.model_json_schema())
-    for name, values in model.others.items():
+    for name, values in others(model):
         for value in ("anything", None) if values is None else (*values, None):
             assert validator.is_valid({**SMALLEST[model], name: value}), name
         if values is not None:

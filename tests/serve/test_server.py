@@ -55,6 +55,10 @@ def test_what_runs_is_told(server: ServerProcess) -> None:
         assert http.get("/v1/models/other").status_code == 404
         properties = http.get("/props").json()
         assert properties["draft"] == "embedded" and properties["rule"] == "block" and properties["lossless"]
+        assert http.get("/models").json() == http.get("/v1/models").json()
+        assert http.get("/ping").json() == {"status": "ok"}
+        for path in ("/health", "/ping"):
+            assert (head := http.head(path)).status_code == 200 and head.content == b""
         assert http.get("/nowhere").json()["error"]["message"] == "Not Found"
         for host, status in (("evil.example", 403), ("here:80", 200), ("localhost", 200)):
             assert http.get("/health", headers={"Host": host}).status_code == status
@@ -217,6 +221,10 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
                 assert refused.status_code == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
                 assert refused.json()["error"]["code"] == "invalid_api_key"
             assert http.get("/metrics").status_code == 401
+            wrong = http.post("/v1/messages", json={}, headers={"x-api-key": "wrong"})
+            assert wrong.status_code == 401 and wrong.json()["error"]["type"] == "authentication_error"
+            assert http.post("/v1/messages", json={}, headers={"x-api-key": "secret-of-alice"}).status_code == 400
+            assert http.head("/ping").status_code == 200
         with pytest.raises(openai.AuthenticationError):
             server.client().models.list()
         client = server.client(api_key="secret-of-alice")
@@ -230,9 +238,11 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         assert server.stop() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["tenant"] == "alice" and lines[-1]["status"] == 200 and lines[-1]["seconds"] > 0
-    assert [line["status"] for line in lines].count(401) == 5
+    assert [line["status"] for line in lines].count(401) == 6
     assert all(("error" in line) == (line["status"] >= 400) for line in lines)
-    assert "temperature" in next(line["error"] for line in lines if line["status"] == 400)
+    assert "temperature" in next(
+        line["error"] for line in lines if line["status"] == 400 and line["path"] != "/v1/messages"
+    )
     assert lines[-2]["completion_tokens"] == 2 and lines[-2]["finish_reasons"] == ["length"]
     assert lines[-1]["completion_tokens"] == 4 and lines[-1]["finish_reasons"] == ["length", "length"]
     assert "private" not in log.read_text()

@@ -34,6 +34,10 @@ Keys = Annotated[
 Names = Annotated[
     list[str] | None, option(SERVER, "What clients call the model. Repeatable.", "--served-model-name", metavar="NAME")
 ]
+Origins = Annotated[
+    list[str] | None,
+    option(SERVER, "Let pages of this origin use the server (CORS). Repeatable.", "--allow-origin", metavar="ORIGIN"),
+]
 ChatTemplate = Annotated[
     Path | None, option(SERVER, "A Jinja chat template in place of the tokenizer's.", metavar="FILE")
 ]
@@ -102,6 +106,7 @@ def serve(
     names: Names = None,
     chat_template: ChatTemplate = None,
     image_hosts: ImageHosts = None,
+    origins: Origins = None,
     access_log: Log = None,
     log_prompts: LogPrompts = False,
     max_rows: MaxRows = 16,
@@ -148,7 +153,7 @@ def _recipe(context: typer.Context) -> Recipe:
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
     cache = parse_bytes("--cache-bytes", params["cache_bytes"])
     settings = ServeSettings(
-        names=tuple(params["names"] or [params["target"] or "embedded"]),
+        names=tuple(params["names"] or [_public_name(params["target"])]),
         keys=read_keys(params["api_key_file"]) if params["api_key_file"] else {},
         max_queue=params["max_queue"],
         lossless=params["lossless"],
@@ -156,9 +161,17 @@ def _recipe(context: typer.Context) -> Recipe:
         limits=Limits(body_bytes=parse_bytes("--max-body", params["max_body"])),
         image_hosts=tuple(params["image_hosts"] or ()),
         hosts=None if params["api_key_file"] else Hosts.of(params["host"], params["allow_hosts"] or ()),
+        origins=tuple(params["origins"] or ()),
     )
     room = Capacity(params["max_rows"], cache, limit, params["prefill_chunk"])
     return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
+
+
+def _public_name(target: str | None) -> str:
+    """Return what clients call a model that has no other name: a hub name, or the name of its folder or file."""
+    if target is None:
+        return "embedded"
+    return Path(target).resolve().name if Path(target).exists() else target
 
 
 def read_template(file: Path | None) -> str | None:

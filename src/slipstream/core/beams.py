@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from slipstream.core.law import Fault
 from slipstream.core.options import CALL
-from slipstream.core.values import whole_number
+from slipstream.core.values import OptionError, whole_number
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,15 @@ class Beams:
         whole_number("num_return_sequences", self.num_return_sequences, 1)
         CALL["length_penalty"].check(self.length_penalty)
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
-            raise ValueError(f'early_stopping={self.early_stopping!r} is not possible: it is True, False or "never".')
+            raise OptionError(
+                "early_stopping",
+                f'early_stopping={self.early_stopping!r} is not possible: it is True, False or "never".',
+            )
         if self.num_return_sequences > self.num_beams:
-            raise ValueError(
+            raise OptionError(
+                "num_return_sequences",
                 f"num_return_sequences={self.num_return_sequences} is above num_beams={self.num_beams}: of so many "
-                "beams, at most so many texts can be returned."
+                "beams, at most so many texts can be returned.",
             )
 
     def candidates(self, ends: int) -> int:

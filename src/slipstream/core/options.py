@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from slipstream.core.values import is_finite, is_whole, true_or_false
+from slipstream.core.values import OptionError, is_finite, is_whole, true_or_false
 
 TINY = 1e-20
 """The least temperature above 0; logits divided by a smaller one are infinite."""
@@ -93,7 +93,7 @@ class Option:
             whole = "" if self.kind is float or is_whole(value) else "a whole number, "
             fits = is_finite(value) and value in self.possible and not (self.name == "temperature" and 0 < value < TINY)
             if whole or not fits:
-                raise ValueError(f"{self.name}={value!r} is not possible: it must be {whole}{self.words}.")
+                raise OptionError(self.name, f"{self.name}={value!r} is not possible: it must be {whole}{self.words}.")
 
 
 def option(default: Any, help: str, words: str = "", bounds: str = "(-inf, inf)", served: str = "", **rest: Any) -> Any:

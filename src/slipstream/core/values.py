@@ -7,6 +7,21 @@ from numbers import Integral, Real
 from typing import Any
 
 
+class OptionError(ValueError):
+    """A value that one option of a call cannot have; `option` is its name."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.option, str(self))
+
+
+class PromptTooLong(ValueError):
+    """A prompt that the model, or the memory for its caches, cannot hold."""
+
+
 def is_whole(value: Any) -> bool:
     """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -31,16 +46,16 @@ def is_finite(value: Any) -> bool:
 def true_or_false(name: str, value: Any) -> bool:
     """Return the value as a bool. Raises ValueError if it is neither True nor False, of Python or numpy."""
     if type(value).__name__ not in {"bool", "bool_"}:  # numpy's type is recognised by its name, without importing numpy
-        raise ValueError(f"{name}={value!r} is not possible: it is True or False.")
+        raise OptionError(name, f"{name}={value!r} is not possible: it is True or False.")
     return bool(value)
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return the value as an int. Raises ValueError if it is not a whole number, or below `least`."""
     if not is_whole(value):
-        raise ValueError(f"{name}={value!r} is not possible: it must be a whole number, at least {least}.")
+        raise OptionError(name, f"{name}={value!r} is not possible: it must be a whole number, at least {least}.")
     if value < least:
-        raise ValueError(f"{name}={value} is not possible: it must be at least {least}.")
+        raise OptionError(name, f"{name}={value} is not possible: it must be at least {least}.")
     return int(value)
 
 

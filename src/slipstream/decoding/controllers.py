@@ -11,7 +11,7 @@ from typing import cast
 from slipstream.core.protocols import Controller
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.core.values import is_whole
+from slipstream.core.values import OptionError, is_whole
 from slipstream.decoding.adaptive import Adaptive
 
 
@@ -23,7 +23,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
-            raise ValueError(f"gamma={self.tokens} is not possible: it must be 0 (plain decoding) or more.")
+            raise OptionError("gamma", f"gamma={self.tokens} is not possible: it must be 0 (plain decoding) or more.")
 
     @property
     def most(self) -> int:
@@ -91,5 +91,5 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     if is_whole(gamma):
         return Fixed(int(cast(int, gamma)))
     if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):
-        raise ValueError(f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
+        raise OptionError("gamma", f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
     return gamma

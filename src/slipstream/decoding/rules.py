@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import Rng, draw, draw_coupled
 from slipstream.core.law import Law
+from slipstream.core.values import OptionError
 from slipstream.decoding import acceptance, multipath
 from slipstream.decoding import tree_acceptance as trees
 
@@ -71,7 +72,7 @@ def rule(name: str | Rule) -> Rule:
     if isinstance(name, Rule):
         return name
     if not isinstance(name, str):
-        raise ValueError(f"verify={name!r} is not possible: give the name of a rule, or a Rule.")
+        raise OptionError("verify", f"verify={name!r} is not possible: give the name of a rule, or a Rule.")
     plain = {known.name: known for known in (TOKEN, BLOCK, MATCH, COUPLED)}
     kind, _, value = name.partition(":")
     if name in plain:
@@ -82,9 +83,11 @@ def rule(name: str | Rule) -> Rule:
         if kind == "gbv" and value.isascii() and value.isdigit():
             return gbv(int(value))
     except ValueError as error:
-        raise ValueError(f"verify={name!r}: {error}") from error
-    raise ValueError(
-        f"verify={name!r} is not known: use {', '.join(plain)}, gbv:K with K paths or lenient:L with L between 0 and 1."
+        raise OptionError("verify", f"verify={name!r}: {error}") from error
+    raise OptionError(
+        "verify",
+        f"verify={name!r} is not known: use {', '.join(plain)}, gbv:K with K paths or lenient:L with L between 0 and "
+        "1.",
     )
 
 

@@ -21,7 +21,7 @@ from transformers.generation import logits_process as hf
 from slipstream.core.law import Fault, Law, ModelFault, RowFailure, wide
 from slipstream.core.options import SAMPLING, SamplingFields
 from slipstream.core.request import Prefixes, Row
-from slipstream.core.values import is_real, is_whole
+from slipstream.core.values import OptionError, is_real, is_whole
 from slipstream.decoding.grammar import Grammar, GrammarMask
 from slipstream.kernels.laws import greatest
 
@@ -84,13 +84,19 @@ class Sampling(SamplingFields):
             option.check(getattr(self, name))
         _check_bias(self.logit_bias)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise ValueError(f"grammar={self.grammar!r} is not possible: give one that `engine.grammars` has made.")
+            raise OptionError(
+                "grammar", f"grammar={self.grammar!r} is not possible: give one that `engine.grammars` has made."
+            )
         for word in self.bad_words:
             if isinstance(word, str) or not word or not all(is_whole(token) and token >= 0 for token in word):
-                raise ValueError(f"bad_words holds {word!r}, but a word is a list of one or more token ids.")
+                raise OptionError(
+                    "bad_words", f"bad_words holds {word!r}, but a word is a list of one or more token ids."
+                )
         for processor in self.processors:
             if not callable(processor):
-                raise ValueError(f"processors holds {processor!r}, but a processor is called as (input_ids, scores).")
+                raise OptionError(
+                    "processors", f"processors holds {processor!r}, but a processor is called as (input_ids, scores)."
+                )
 
     @property
     def greedy(self) -> bool:
@@ -264,13 +270,18 @@ def temperatures_of(rows: Sequence[Row]) -> list[float] | None:
 def _check_bias(biases: Any) -> None:
     """Raises ValueError unless biases map token ids to numbers; -inf forbids a token, as in transformers."""
     if not isinstance(biases, Mapping):
-        raise ValueError(f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers.")
+        raise OptionError(
+            "logit_bias", f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers."
+        )
     for token, bias in biases.items():
         if not is_whole(token) or token < 0:
-            raise ValueError(f"logit_bias has the key {token!r}, but a token id is a whole number, 0 or more.")
+            raise OptionError(
+                "logit_bias", f"logit_bias has the key {token!r}, but a token id is a whole number, 0 or more."
+            )
         if not is_real(bias) or not bias < math.inf:
-            raise ValueError(
-                f"logit_bias={{{token}: {bias!r}}} is not possible: a bias is a finite number, or -inf to forbid it."
+            raise OptionError(
+                "logit_bias",
+                f"logit_bias={{{token}: {bias!r}}} is not possible: a bias is a finite number, or -inf to forbid it.",
             )
 
 

@@ -15,6 +15,7 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.source import check_source
+from slipstream.core.values import OptionError, PromptTooLong
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.memory_limit import Admission, MemoryLimit, Unlimited
 from slipstream.decoding.reading import PromptReader
@@ -90,7 +91,7 @@ class Scheduler:
         memory for its prompt."""
         check_request(self.decoder.target, request, number)
         if not self._admission.fits([Row(request, number, list(request.prompt))]):
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt {number} has {len(request.prompt)} tokens, for which the memory of the caches is too small: "
                 "shorten it, or allow more memory."
             )
@@ -215,9 +216,11 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
     if not length:
         raise ValueError(f"prompt {index} is empty: it needs at least one token.")
     if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={request.max_new_tokens} is not possible: it must be at least 1.")
+        raise OptionError(
+            "max_new_tokens", f"max_new_tokens={request.max_new_tokens} is not possible: it must be at least 1."
+        )
     if target.context and length >= target.context:
-        raise ValueError(
+        raise PromptTooLong(
             f"prompt {index} has {length} tokens, but {target.name} holds {target.context}; "
             f"shorten it to at most {target.context - 1}."
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from slipstream.core.beams import Hypothesis
 from slipstream.core.stats import Stats
+from slipstream.core.values import OptionError
 from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.memory_limit import Admission, MemoryLimit, Unlimited
@@ -34,9 +35,10 @@ class BeamTexts:
         self._admission: Admission = Unlimited() if memory is None else MemoryLimit(memory, job.decoder)
         for search in self._searches:
             if not self._admission.holds([most_tokens(search, job.decoder.controller.most)]):
-                raise ValueError(
+                raise OptionError(
+                    "num_beams",
                     f"num_beams={beams.num_beams} is not possible for prompt {search.index}: with {search.limit} new "
-                    f"tokens the caches would take more than {memory} bytes; use fewer beams or new tokens."
+                    f"tokens the caches would take more than {memory} bytes; use fewer beams or new tokens.",
                 )
         self._done: dict[int, Completion] = {}
 

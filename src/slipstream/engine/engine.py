@@ -17,6 +17,7 @@ from slipstream.core.protocols import Shape
 from slipstream.core.request import Request
 from slipstream.core.round import Round
 from slipstream.core.source import SourceFrame, framed, numbers
+from slipstream.core.values import OptionError
 from slipstream.decoding.controllers import Fixed, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
@@ -253,13 +254,15 @@ class Engine:
         """
         call, settings = read_options(options)
         if call.decoder_prompt and self.frame is None:
-            raise ValueError("decoder_prompt is for encoder-decoders: write it into the prompt.")
+            raise OptionError("decoder_prompt", "decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
         for option in ("stop", "bad_words", "prediction"):
             if self.text_limit is not None:
                 self.text_limit.check(options.get(option), option)
         if call.beams is not None and self.exact_shape:
-            raise ValueError("num_beams cannot be used with exact_shape, for beams make passes of any shape.")
+            raise OptionError(
+                "num_beams", "num_beams cannot be used with exact_shape, for beams make passes of any shape."
+            )
         if call.stops or call.echo:
             encoder.needed()  # to write the text
         template = self._template(call, sampling(settings, call, self.eos, encoder, self.decoder.target.vocab))
@@ -313,7 +316,9 @@ class Engine:
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         if call.beams is not None:
-            raise ValueError("num_beams searches a call of its own, so its batch cannot be shared with others.")
+            raise OptionError(
+                "num_beams", "num_beams searches a call of its own, so its batch cannot be shared with others."
+            )
         own = None if call.verify is None else self.choose(call.verify)
         gamma = template.gamma if call.own_gamma is None else call.own_gamma
         return replace(template, rule=own, gamma=gamma)
@@ -338,9 +343,10 @@ class Engine:
         """
         chosen = self.rule if verify is None else rule(verify)
         if chosen.paths not in (None, self.rule.paths):
-            raise ValueError(
+            raise OptionError(
+                "verify",
                 f"verify={chosen.name!r} drafts {chosen.paths} paths, but the models were loaded with "
-                f"verify={self.rule.name!r}: load them with verify={chosen.name!r}."
+                f"verify={self.rule.name!r}: load them with verify={chosen.name!r}.",
             )
         return chosen
 
@@ -348,7 +354,7 @@ class Engine:
         """Return the decoder with a call's own rule and gamma. Raises ValueError if `lossless` refuses the rule."""
         chosen = self.choose(call.verify)
         if call.lossless and not chosen.lossless:
-            raise ValueError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
+            raise OptionError("verify", f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
         decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)
         if call.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
@@ -367,7 +373,9 @@ def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], objec
 def _streamable(job: Job) -> Job:
     """Return the job if it can stream. Raises ValueError for beam search, which has no text before its end."""
     if job.options.beams is not None:
-        raise ValueError("num_beams has no text before its search has ended, so it cannot stream: use generate.")
+        raise OptionError(
+            "num_beams", "num_beams has no text before its search has ended, so it cannot stream: use generate."
+        )
     return job
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from slipstream.core.beams import Beams
 from slipstream.core.options import CALL, OPTIONS, REQUEST_FIELDS, CallFields
 from slipstream.core.protocols import Controller
-from slipstream.core.values import is_whole, whole_number
+from slipstream.core.values import OptionError, is_whole, whole_number
 from slipstream.decoding.controllers import controller
 from slipstream.decoding.grammar import Grammar
 from slipstream.decoding.rules import Rule, rule
@@ -62,7 +62,7 @@ class Options(CallFields):
             for name in BEAMS:
                 if getattr(self, name) is not None:
                     instead = "; for samples of a prompt, use n" if name == "num_return_sequences" else ""
-                    raise ValueError(f"{name} is for beam search, which num_beams=4 asks for{instead}.")
+                    raise OptionError(name, f"{name} is for beam search, which num_beams=4 asks for{instead}.")
             return
         reasons = {
             "n": (self.n > 1, "beams are no samples: use num_return_sequences"),
@@ -74,7 +74,7 @@ class Options(CallFields):
         }
         for name, (is_set, why) in reasons.items():
             if is_set:
-                raise ValueError(f"num_beams={self.num_beams} excludes {name}: {why}.")
+                raise OptionError("num_beams", f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     def _check_seeds(self) -> None:
         """Check the seed, and store several as a tuple. Raises ValueError for what is no whole number."""
@@ -89,7 +89,9 @@ class Options(CallFields):
         stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
         for text in stops:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {shown(text)}, but it is one text or several, none of them empty.")
+                raise OptionError(
+                    "stop", f"stop holds {shown(text)}, but it is one text or several, none of them empty."
+                )
         object.__setattr__(self, "stop", tuple(stops))
         ids = listed(self.stop_token_ids, "stop_token_ids", "it is a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
@@ -101,7 +103,7 @@ class Options(CallFields):
         prediction = "" if self.prediction is None else self.prediction
         for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
             if not isinstance(value, str):
-                raise ValueError(f"{name} is {shown(value)}, but it is a text.")
+                raise OptionError(name, f"{name} is {shown(value)}, but it is a text.")
 
     @property
     def stops(self) -> list[str]:
@@ -117,8 +119,9 @@ class Options(CallFields):
         if not isinstance(self.seed, tuple):
             return [cast(int, self.seed)] * prompts
         if len(self.seed) != prompts:
-            raise ValueError(
-                f"seed holds {len(self.seed)} numbers for {prompts} prompts: give one number, or one for each prompt."
+            raise OptionError(
+                "seed",
+                f"seed holds {len(self.seed)} numbers for {prompts} prompts: give one number, or one for each prompt.",
             )
         return list(self.seed)
 
@@ -131,9 +134,10 @@ class Options(CallFields):
         if self.plain:
             return 0
         if self.gamma is not None and not is_whole(self.gamma):
-            raise ValueError(
+            raise OptionError(
+                "gamma",
                 f"gamma={self.gamma!r} is not possible in a batch that is shared with other calls: give a whole "
-                "number of tokens, or leave it out."
+                "number of tokens, or leave it out.",
             )
         return cast(int | None, self.gamma)
 
@@ -150,7 +154,7 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]
     meant = {name: value for name, value in arguments.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in meant and name in meant:
-            raise ValueError(f"{alias} and {name} are one option: give one of them.")
+            raise OptionError(alias, f"{alias} and {name} are one option: give one of them.")
         if alias in meant:
             meant[name] = meant.pop(alias)
     options = Options(**{name: value for name, value in meant.items() if name in names})
@@ -179,30 +183,38 @@ def sampling(
     named = (("logit_bias", result.logit_bias), ("bad_words", banned), ("stop_token_ids", asked.stop_token_ids))
     for name, ids in named:
         if (most := max(ids, default=0)) >= vocab:
-            raise ValueError(f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
+            raise OptionError(name, f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
     if result.min_new_tokens > asked.max_new_tokens:
         least, most = result.min_new_tokens, asked.max_new_tokens
-        raise ValueError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
+        raise OptionError(
+            "min_new_tokens", f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other."
+        )
     if asked.beams and result.grammar is not None:
-        raise ValueError(f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out.")
+        raise OptionError(
+            "num_beams", f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out."
+        )
     if result.grammar is not None:
         _check_grammar(result.grammar, asked, result.min_new_tokens, vocab)
     if clash := {word[0] for word in result.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):
-        raise ValueError(f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one.")
+        raise OptionError(
+            "bad_words", f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one."
+        )
     return result
 
 
 def check_callback(name: str, value: object) -> None:
     """Raise ValueError for a value that is neither callable nor None."""
     if value is not None and not callable(value):
-        raise ValueError(f"{name}={shown(value)} is not possible: it must be a function, or None.")
+        raise OptionError(name, f"{name}={shown(value)} is not possible: it must be a function, or None.")
 
 
 def _check_grammar(grammar: Grammar, call: Options, least: int, vocab: int) -> None:
     """Raise ValueError for options that change where a text may end, which the grammar decides, or another vocab."""
     if call.ignore_eos or least:
         name = "ignore_eos" if call.ignore_eos else "min_new_tokens"
-        raise ValueError(f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.")
+        raise OptionError(
+            name, f"a grammar says where a text may end, so {name} cannot be used with it: leave one out."
+        )
     if grammar.vocab != vocab:
         raise ValueError(
             f"the grammar was made for a model of {grammar.vocab} tokens, and this one has {vocab}: make it with this "

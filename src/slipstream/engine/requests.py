@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.core.media import Media, Modality, named, only
 from slipstream.core.source import Source, SourceFrame
-from slipstream.core.values import is_whole
+from slipstream.core.values import OptionError, is_whole
 from slipstream.engine.media import (
     FIELDS,
     TextWithMedia,
@@ -354,7 +354,7 @@ class Encoder:
         """Return the text of a prompt, decoded from its `ids` if need be, for `echo`. Raises ValueError for audio."""
         prompt = prompt.text if isinstance(prompt, TextWithMedia) else prompt
         if isinstance(ids, Tensor):
-            raise ValueError("echo is not possible for audio features, which have no text: leave it out.")
+            raise OptionError("echo", "echo is not possible for audio features, which have no text: leave it out.")
         if isinstance(prompt, str):
             return prompt
         return self.needed().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -370,7 +370,7 @@ class Encoder:
         if not isinstance(word, str):
             return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
-            raise ValueError("bad_words holds an empty text: leave it out.")
+            raise OptionError("bad_words", "bad_words holds an empty text: leave it out.")
         return [self.needed().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
 
 

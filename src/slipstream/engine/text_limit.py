@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core.values import PromptTooLong
 from slipstream.engine.media import FIELDS, part_modality
 
 
@@ -41,7 +42,7 @@ class TextLimit:
             elif isinstance(each, list | tuple):
                 left += each
         if count > most:
-            raise ValueError(
+            raise PromptTooLong(
                 f"{where} has {count} characters, but the model holds {self.tokens} tokens of at most {self.longest} "
                 f"characters each: shorten it to at most {most} characters."
             )

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from slipstream.core.protocols import HasModel, Scorer
+from slipstream.core.values import OptionError
 from slipstream.engine.generation import Completion
 from slipstream.engine.sounds import read_sound
 from slipstream.models.media.speech import SpeechInput
@@ -50,7 +51,7 @@ class Transcriber:
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
         """Return the options of `Engine.generate` for a task. Raises ValueError if the model lacks it."""
         if task not in TASKS:
-            raise ValueError(f"task={task!r} is not known: use {' or '.join(TASKS)}.")
+            raise OptionError("task", f"task={task!r} is not known: use {' or '.join(TASKS)}.")
         begin = self.speech.decoder_prompt(language, task, timestamps)
         processors = [self.speech.time_rules(1 + len(begin))] if timestamps else []
         return {"decoder_prompt": begin, "max_new_tokens": self.longest - len(begin) - 1, "processors": processors}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -177,6 +178,31 @@ class CompletionAnswer(Common):
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
+
+
+class FilledIn(Answer):
+    """The answer of /infill, also as the event of a stream, whose last one has all fields but the text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    content: Sometimes[str] = None
+    stop: Sometimes[bool] = None
+    model: Sometimes[str] = None
+    stop_type: Sometimes[str] = None
+    truncated: Sometimes[bool] = None
+    tokens_predicted: Sometimes[int] = None
+    tokens_evaluated: Sometimes[int] = None
+    tokens_cached: Sometimes[int] = None
+    timings: Sometimes[Timings] = None
+
+    def picked(self, fields: Iterable[str]) -> FilledIn:
+        """Return the answer with these fields alone; timings/draft_n is a field of a field. Others are left out."""
+        whole, found = self.model_dump(), dict[str, object]()
+        for name in fields:
+            outer, _, inner = name.partition("/")
+            value = (whole.get(outer) or {}).get(inner) if inner else whole.get(outer)
+            found |= {} if value is None else {name: value}
+        return FilledIn(**found)
 
 
 class FunctionCallAnswer(Answer):

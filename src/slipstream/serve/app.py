@@ -12,16 +12,18 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from slipstream.serve.answers import ChatChunk, CompletionAnswer
+from slipstream.serve.answers import ChatChunk, CompletionAnswer, FilledIn
 from slipstream.serve.body import complaint
 from slipstream.serve.call import ClientGone
-from slipstream.serve.faults import ServeError, error_body
+from slipstream.serve.faults import ServeError, error_body, for_path
 from slipstream.serve.gate import AccessLog, Gate
+from slipstream.serve.message_answers import MessageEvent
 from slipstream.serve.response_answers import ResponseEvent
-from slipstream.serve.routes import audio, chat, completions, models, page, responses
+from slipstream.serve.routes import audio, chat, completions, infill, messages, models, page, responses
 from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
@@ -29,7 +31,7 @@ CLIENT_CLOSED = 499
 """The logged status of a request whose client closed the connection; no client receives it."""
 
 
-CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent)
+CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent, MessageEvent, FilledIn)
 REFERENCE = "#/components/schemas/{model}"
 """The models of stream events, and where the OpenAPI description keeps their schemas."""
 
@@ -74,16 +76,20 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
         exception_handlers=HANDLERS,
     )
     app.state.server = state
-    for module in (completions, chat, responses, audio, models, page):
+    for module in (completions, chat, responses, messages, infill, audio, models, page):
         app.include_router(module.router)
     app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None))
+    if origins := state.settings.origins:  # before the gate: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
     return app
 
 
 def _answer(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """Return the answer to a request that is refused, and keep the reason for the access log."""
+    """Return the answer to a request that is refused, in its path's form, and keep the reason for the access log."""
     request.state.refusal = body["error"]["message"]
-    return JSONResponse(body, status, headers)
+    return JSONResponse(for_path(body, status, request.url.path), status, headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -38,6 +38,8 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
         if "$ref" in fields[name] or (forms and {"type": "null"} not in forms) or not forms:
             fields[name] = {"anyOf": [fields[name], {"type": "null"}]}
     for name, values in model.others.items():
+        if name in fields:
+            continue  # served here, though not everywhere
         if values is None:
             fields[name] = {"description": "Accepted without effect."}
         elif values:

@@ -40,10 +40,42 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's interface, and the beginning of those below it."""
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of errors in Anthropic's interface, by status."""
+
+
+def for_path(body: dict[str, Any], status: int, path: str) -> dict[str, Any]:
+    """Return an error as the clients of a path expect it: those of /v1/messages in Anthropic's form."""
+    if not path.startswith(MESSAGES):
+        return body
+    about = {name: value for name, value in body["error"].items() if value is not None}
+    return {
+        "type": "error",
+        "error": {**about, "type": KINDS.get(status, "api_error" if status >= 500 else KINDS[400])},
+    }
+
+
 class BadRequest(ServeError):
     """The request cannot be served as it is (400)."""
 
     status, kind = 400, "invalid_request_error"
+
+
+class ContextExceeded(BadRequest):
+    """The prompt is longer than the model can hold (400)."""
+
+    code = "context_length_exceeded"
 
 
 class WrongKey(ServeError):

@@ -11,12 +11,21 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.serve.faults import HeadersTooLarge, ServeError, TooLarge, TooSlow, Unavailable, WrongHost, WrongKey
+from slipstream.serve.faults import (
+    HeadersTooLarge,
+    ServeError,
+    TooLarge,
+    TooSlow,
+    Unavailable,
+    WrongHost,
+    WrongKey,
+    for_path,
+)
 from slipstream.serve.ids import new_id
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
-OPEN = ("/health", "/version", "/", "/page.js", "/page.css")
+OPEN = ("/health", "/ping", "/version", "/", "/page.js", "/page.css")
 """Paths that need no key, since they show nothing confidential."""
 
 
@@ -106,9 +115,12 @@ class Gate:
         if not self.settings.keys or path in OPEN:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        tenant = self.settings.tenant(key.strip()) if scheme.lower() == "bearer" else None
+        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # as Anthropic's clients
+        tenant = self.settings.tenant(key)
         if tenant is None:
-            raise WrongKey("send one of this server's keys: the header 'Authorization: Bearer KEY'.")
+            raise WrongKey(
+                "send one of this server's keys: the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            )
         return tenant
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
@@ -133,7 +145,8 @@ class Gate:
 
 
 async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -> None:
-    await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+    body = for_path(error.body(), error.status, scope["path"])
+    await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
 
 def _request_id(client_id: str | None) -> str:

@@ -44,7 +44,12 @@ REQUEST: Others = {
 }
 """Those of /v1/completions and /v1/chat/completions."""
 
-COMPLETION: Others = _only((), "suffix") | _only((True,), "add_special_tokens")
+COMPLETION: Others = _only((True,), "add_special_tokens")
+
+INFILL: Others = _any("samplers n_indent t_max_prompt_ms")
+"""What editor plugins send to /infill besides; the sampling is that of the other fields."""
+
+EXTRA_FILE: Others = _any("time")
 
 CHAT: Others = {
     **_only((["text"],), "modalities"),
@@ -72,7 +77,10 @@ MESSAGE: Others = {
     **_only((), "audio function_call"),
 }
 
-TOOL: Others = _DECORATION | _any("index parsed_arguments defer_loading")
+TOOL: Others = {
+    **_DECORATION,
+    **_any("index parsed_arguments defer_loading eager_input_streaming allowed_callers input_examples"),
+}
 """Those of tools, of calls of tools, and of their functions."""
 
 RESPONSES: Others = {
@@ -86,6 +94,20 @@ RESPONSES: Others = {
     **_only((), "previous_response_id conversation prompt reasoning max_tool_calls context_management moderation"),
 }
 """Those of /v1/responses."""
+
+BLOCK: Others = _DECORATION | _any("citations caller toolset_name is_error")
+"""Those of a block of content in /v1/messages."""
+
+THINKING: Others = _any("budget_tokens display")
+"""Those of the field `thinking` in /v1/messages: the model decides how long it thinks."""
+
+MESSAGES: Others = {
+    **_any("metadata service_tier inference_geo betas anthropic_beta user speed"),
+    **_any("cache_control diagnostics user_profile_id workspace_id"),
+    **_only(([],), "mcp_servers"),
+    **_only((), "container context_management output_format"),
+}
+"""Those of /v1/messages."""
 
 ITEM: Others = _any("id status phase")
 """Those of a message in the input of /v1/responses."""

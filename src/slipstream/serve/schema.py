@@ -190,10 +190,33 @@ class CompletionRequest(Decoding, Searched):
     others = published.REQUEST | published.COMPLETION
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    suffix: str | None = Field(None, description="The text after the answer, for models that fill in.")
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1, description="Write so many, and answer with the n most probable ones.")
     use_beam_search: bool | None = Field(None, description="Search with best_of (or n) beams, and answer with n texts.")
+
+
+class ExtraFile(Body):
+    """A text of another file, as context."""
+
+    others = published.EXTRA_FILE
+
+    filename: str | None = None
+    text: str
+
+
+class InfillRequest(Decoding):
+    """The body of /infill."""
+
+    others = published.REQUEST | published.INFILL
+
+    input_prefix: str | None = None
+    input_suffix: str | None = None
+    input_extra: list[ExtraFile] | None = None
+    prompt: str | None = Field(None, description="What follows the prefix.")
+    t_max_predict_ms: int | None = Field(None, ge=0, description="max_time, in milliseconds.")
+    response_fields: list[str] | None = Field(None, description="Answer with these alone, such as timings/draft_n.")
 
 
 class FunctionCall(Body):
@@ -227,6 +250,16 @@ class Message(Body):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="reasoning_content, as vLLM calls it.")
+
+    @model_validator(mode="after")
+    def _under_one_name(self) -> Self:
+        """Move the reasoning to the name that chat templates know."""
+        self.reasoning_content, self.reasoning = self.reasoning_content or self.reasoning, None
+        return self
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Body):
@@ -234,7 +267,7 @@ class Function(Body):
 
     others = published.TOOL
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

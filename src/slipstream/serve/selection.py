@@ -62,6 +62,7 @@ def refuse_beam_fields(body: CompletionRequest) -> None:
                 raise BadRequest(f"{name} is for beam search: give use_beam_search=true as well.", name)
         return
     for name, why in (
+        ("suffix", "beams do not fill in"),
         ("stream", "no text is known before the search has ended"),
         ("response_format", "beams and grammars do not go together"),
         ("structured_outputs", "beams and grammars do not go together"),

@@ -59,7 +59,8 @@ class ServeSettings:
     of its tenant; one must be sent (empty: no key is required). `max_queue` requests may wait besides those that run.
     `lossless` refuses requests that would change the target's law. `log_prompts` writes prompts and answers to the
     access log, which omits them otherwise. Images are fetched from `image_hosts` (names, or name:port) and from nowhere
-    else. Requests may name one of the `hosts` in the header `Host` (None: any). `draft` is the draft that runs.
+    else. Requests may name one of the `hosts` in the header `Host` (None: any). `draft` is the draft that runs. Pages
+    in browsers may use the server from `origins` (as https://example.org; "*" is all).
     """
 
     names: tuple[str, ...]
@@ -71,12 +72,18 @@ class ServeSettings:
     image_hosts: tuple[str, ...] = ()
     hosts: Hosts | None = None
     draft: str | None = None
+    origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         whole_number("max_queue", self.max_queue, 1)
         for host in self.image_hosts:
             if not re.fullmatch(r"[A-Za-z0-9.-]+(:[0-9]{1,5})?", host):
                 raise ValueError(f"{host!r} is no host: write its name, as images.example.org or 127.0.0.1:8080.")
+        for origin in self.origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]+", origin):
+                raise ValueError(
+                    f"{origin!r} is no origin: write it as https://example.org:8080, without a path, or *."
+                )
 
     def tenant(self, key: str) -> str | None:
         """Return the tenant of a bearer key; None for an unknown key. All keys are compared, each in constant time."""

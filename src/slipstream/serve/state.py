@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from slipstream.core.options import REQUEST_FIELDS
 from slipstream.core.stats import Stats
+from slipstream.core.values import OptionError, PromptTooLong
 from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
@@ -21,7 +22,7 @@ from slipstream.engine.requests import Prompt
 from slipstream.engine.text_limit import TextLimit
 from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall
-from slipstream.serve.faults import BadRequest, NotServed, ServeError
+from slipstream.serve.faults import BadRequest, ContextExceeded, NotServed, ServeError
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.settings import Capacity, ServeSettings
@@ -29,7 +30,11 @@ from slipstream.serve.worker import Ticket, Worker
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
-FIELDS = REQUEST_FIELDS | {"num_beams": "use_beam_search", "num_return_sequences": "n"}
+FIELDS = REQUEST_FIELDS | {
+    "num_beams": "use_beam_search",
+    "num_return_sequences": "n",
+    **{name: f"speculative.{name}" for name in ("gamma", "verify", "lossless")},
+}
 """The names of the engine's options -> the fields of a request that set them."""
 
 LONGEST = 4096
@@ -85,6 +90,21 @@ class ServerState:
         if name is not None and name not in self.settings.names:
             raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
 
+    def encode(self, prompt: Prompt, field: str) -> list[int]:
+        """Return the token ids of a prompt. Raises BadRequest, which names `field`, for one that is not possible."""
+        try:
+            return list(self.engine.encode(prompt))
+        except ValueError as error:
+            raise _refusal(error, field) from None
+
+    def check_length(self, field: str, *texts: str | None) -> None:
+        """Raise ContextExceeded, which names `field`, for texts with more characters than the model can hold."""
+        try:
+            if self.engine.text_limit is not None:
+                self.engine.text_limit.check([text for text in texts if text], field)
+        except ValueError as error:
+            raise _refusal(error, field) from None
+
     @cached_property
     def grammars(self) -> Grammars:
         """The maker of grammars within the server's limits. Raises ValueError where the model cannot have any."""
@@ -133,7 +153,7 @@ class ServerState:
         except ServeError:
             raise
         except (ValueError, TypeError) as error:
-            raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
+            raise _refusal(error, field) from None
         request.state.call = call = Call(tickets, options.get("n") or 1)
         return call
 
@@ -157,7 +177,7 @@ class ServerState:
         except ServeError:
             raise
         except (ValueError, TypeError) as error:
-            raise BadRequest(str(error), _field_of(str(error), [*options, field])) from None
+            raise _refusal(error, field) from None
 
 
 def recommended_gamma(stats: Stats) -> int | None:
@@ -174,12 +194,11 @@ def recommended_gamma(stats: Stats) -> int | None:
     return best_gamma_by_position(stats.acceptance_by_position, c)
 
 
-def _field_of(message: str, names: Sequence[str]) -> str | None:
-    """Return the name of the field that an error message begins with; None if it begins with no field."""
-    if message.startswith(("prompt ", "the prompt ", "messages of ", "the chat template ")):
-        return names[-1]
-    option = next((name for name in names if message.startswith((f"{name}=", f"{name} "))), None)
-    return FIELDS.get(option, option) if option else None
+def _refusal(error: ValueError | TypeError, field: str) -> BadRequest:
+    """Return the answer to what the engine has refused: an option, which the error names, or the prompt in `field`."""
+    if isinstance(error, OptionError):
+        return BadRequest(str(error), FIELDS.get(error.option, error.option))
+    return (ContextExceeded if isinstance(error, PromptTooLong) else BadRequest)(str(error), field)
 
 
 def state_of(request: Request) -> ServerState:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
+from slipstream.core.values import OptionError
 from slipstream.text.transcripts import Stamps
 
 
@@ -57,7 +58,9 @@ class SpeechInput:
         """The tokens that stand for times. Raises ValueError for a model without them."""
         silent = getattr(self.settings, "no_timestamps_token_id", None)
         if silent is None:
-            raise ValueError("the model knows no times (no_timestamps_token_id): ask for the text alone.")
+            raise OptionError(
+                "timestamps", "the model knows no times (no_timestamps_token_id): ask for the text alone."
+            )
         return Stamps(silent + 1, 2 * self.extractor.hop_length / self.rate)  # its encoder halves the frames
 
     def time_rules(self, begin: int) -> Any:
@@ -77,10 +80,10 @@ class SpeechInput:
         silent = None if timestamps else getattr(self.settings, "no_timestamps_token_id", None)
         if not languages:
             if language not in (None, "en") or task != "transcribe":
-                raise ValueError("the model writes English only: leave language and translation out.")
+                raise OptionError("language", "the model writes English only: leave language and translation out.")
             return () if silent is None else (silent,)
         token = languages.get(f"<|{language or 'en'}|>")
         if token is None:
             known = ", ".join(sorted(name.strip("<|>") for name in languages))
-            raise ValueError(f"language {language!r} is not known: the model knows {known}.")
+            raise OptionError("language", f"language {language!r} is not known: the model knows {known}.")
         return (token, self.settings.task_to_id[task], *(() if silent is None else (silent,)))

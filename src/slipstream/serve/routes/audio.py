@@ -9,6 +9,7 @@ from fastapi import APIRouter, Form, Request, Response, UploadFile
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
+from slipstream.core.values import OptionError
 from slipstream.engine.engine import Engine
 from slipstream.engine.transcription import Transcriber
 from slipstream.serve import answers
@@ -71,8 +72,8 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
     transcriber, stamped = _transcriber(state), form.response_format in STAMPED
     try:
         task_options = transcriber.options(form.language, task, stamped)
-    except ValueError as error:
-        raise BadRequest(str(error), "response_format" if "times" in str(error) else "language") from None
+    except OptionError as error:
+        raise BadRequest(str(error), "response_format" if error.option == "timestamps" else error.option) from None
     try:
         samples = await run_in_threadpool(transcriber.read, await form.file.read())
     except ValueError as error:

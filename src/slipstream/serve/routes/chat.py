@@ -41,15 +41,26 @@ async def chat_completions(body: Once[ChatRequest], request: Request) -> Respons
     """Answer a chat."""
     state = state_of(request)
     state.check_model(body.model)
-    tools = Tools.of(body, state)
-    options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
-    messages = await off_loop(request, _messages, body, state)
-    chat = Chat(messages, tools.for_template(), _variables(body, state, request))
-    call = await state.call(request, [chat], options, "messages")
+    call, tools = await begun(body, request)
     answer = _Answer(state, body, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
+
+
+async def begun(body: ChatRequest, request: Request) -> tuple[Call, Tools]:
+    """Queue a chat -> the call and its tools. Raises a ServeError for a chat that is refused."""
+    state = state_of(request)
+    tools = Tools.of(body, state)
+    options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
+    return await state.call(request, [await chat_of(body, tools, request)], options, "messages"), tools
+
+
+async def chat_of(body: ChatRequest, tools: Tools, request: Request) -> Chat:
+    """Return the chat of a request, with its images and sounds opened. Raises BadRequest for those that are refused."""
+    state = state_of(request)
+    messages = await off_loop(request, _messages, body, state)
+    return Chat(messages, tools.for_template(), _variables(body, state, request))
 
 
 def _messages(body: ChatRequest, state: ServerState) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint
-from slipstream.serve.json_route import JsonRoute, Once
+from slipstream.serve.infill import infill_of
+from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_text
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
@@ -52,7 +53,10 @@ async def completions(body: Once[CompletionRequest], request: Request) -> Respon
     if body.use_beam_search:
         return answered(await unless_gone(request, _searched(state, body, request)))
     options = await run_in_threadpool(_options, body, state, tenant_of(request))  # compiling grammars may take long
-    call = await state.call(request, _prompts(body, state.settings.limits), options, "prompt")
+    prompts = _prompts(body, state.settings.limits)
+    if body.suffix:
+        prompts, options = await off_loop(request, _between, prompts, body, options, state)
+    call = await state.call(request, prompts, options, "prompt")
     answer = _Answer(state, body, call)
     if body.stream:
         return EventStream(answer.events(), call)
@@ -77,6 +81,18 @@ def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
     if not 1 <= len(prompts) <= limits.prompts:
         raise BadRequest(f"prompt holds {len(prompts)} prompts, but 1 to {limits.prompts} are possible.", "prompt")
     return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+
+
+def _between(
+    prompts: list[Any], body: CompletionRequest, options: dict[str, Any], state: ServerState
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return prompts for the texts between each prompt and the suffix, and the options with what ends these."""
+    fill = infill_of(state, "suffix")
+    if body.echo or not all(isinstance(prompt, str) for prompt in prompts):
+        raise BadRequest("suffix is for prompts that are texts, without echo: leave it out.", "suffix")
+    state.check_length("prompt", body.suffix, *prompts)
+    ends = [*options.get("stop_token_ids", ()), *fill.ends]
+    return [fill.prompt(prompt, body.suffix or "") for prompt in prompts], {**options, "stop_token_ids": ends}
 
 
 def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from slipstream.version import __version__
 router = APIRouter(tags=["server"], route_class=JsonRoute)
 
 
+@router.head("/ping", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
+@router.get("/ping", responses={503: ERRORS[503]}, response_model=answers.Health)
 @router.get("/health", responses={503: ERRORS[503]}, response_model=answers.Health)
 async def health(request: Request) -> Response:
     """Answer 200 while requests are taken: once the models are ready, until the server ends."""
@@ -32,6 +35,7 @@ async def version() -> Response:
     return answered(answers.Version(version=__version__))
 
 
+@router.get("/models", responses={401: ERRORS[401]}, response_model=answers.Models)
 @router.get("/v1/models", responses={401: ERRORS[401]}, response_model=answers.Models)
 async def models(request: Request) -> Response:
     """List all names under which the model is served."""
@@ -81,16 +85,11 @@ def _tokenized(state: ServerState, body: TokenizeRequest) -> Response:
 
 def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
     """Return the token ids of a text, or of a chat in the chat template. Raises BadRequest."""
-    limit = state.engine.text_limit
-    try:
-        if body.messages is None:
-            if limit is not None:
-                limit.check(body.prompt, "prompt")
-            return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+    if body.messages is not None:
         messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)
-        return list(state.engine.encode(Chat(messages)))
-    except ValueError as error:
-        raise BadRequest(str(error), "prompt" if body.messages is None else "messages") from None
+        return state.encode(Chat(messages), "messages")
+    state.check_length("prompt", body.prompt)
+    return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)

@@ -1,0 +1,106 @@
+"""Prompts for filling in the middle: prefix and suffix, between the tokens that a model was trained with for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.schema import ExtraFile
+from slipstream.serve.state import ServerState
+
+
+class Marks(NamedTuple):
+    """The tokens before the prefix, the suffix and the middle. Without the last, the suffix comes before the prefix."""
+
+    prefix: str
+    suffix: str
+    middle: str | None
+
+
+MARKS = (
+    Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
+    Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    Marks("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    Marks("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    Marks("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed
+    Marks("<PRE>", "<SUF>", "<MID>"),
+    Marks("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+    Marks("[PREFIX]", "[SUFFIX]", None),  # Codestral
+)
+"""The marks of published families."""
+
+REPOSITORY = ("<|repo_name|>", "<reponame>", "<repo_name>", "<|repo|>")
+FILE = ("<|file_sep|>", "<file_sep>", "<filename>")
+"""The tokens before a repository's and a file's name, for context from other files."""
+
+ENDS = (*FILE, *REPOSITORY, "<|fim_pad|>", "<fim_pad>", "▁<EOT>", "<EOT>")
+"""Tokens that end what is filled in, besides those that end every text of the model."""
+
+SNIPPET = "\n\n--- snippet ---\n\n"
+"""The line before a text of another file, for models without a token for that."""
+
+
+@dataclass(frozen=True)
+class Infill:
+    """How a tokenizer marks the parts of a prompt for filling in; `begin` are the tokens before every text."""
+
+    tokenizer: Any
+    marks: tuple[int, int, int | None]
+    begin: tuple[int, ...]
+    repository: int | None
+    file: int | None
+    ends: tuple[int, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def of(tokenizer: Any) -> Infill | None:
+        """Return how a tokenizer does it; None if it has no tokens for it."""
+        ids = tokenizer.get_vocab()
+        marks = next((marks for marks in MARKS if all(mark is None or mark in ids for mark in marks)), None)
+        if marks is None:
+            return None
+        middle = None if marks.middle is None else ids[marks.middle]
+        text = tokenizer.encode("x", add_special_tokens=False)
+        whole = tokenizer.encode("x")
+        begin = whole[: len(whole) - len(text)] if text and whole[-len(text) :] == text else []
+        repository, file = (next((ids[name] for name in names if name in ids), None) for names in (REPOSITORY, FILE))
+        ends = tuple(ids[name] for name in ENDS if name in ids)
+        return Infill(tokenizer, (ids[marks.prefix], ids[marks.suffix], middle), tuple(begin), repository, file, ends)
+
+    def prompt(self, prefix: str, suffix: str, extra: Sequence[ExtraFile] = ()) -> tuple[int, ...]:
+        """Return the token ids that ask for the text between a prefix and a suffix, after texts of other files."""
+        before, after, middle = self.marks
+        parts = ([before, *self._ids(prefix)], [after, *self._ids(suffix)])
+        ordered = [*parts[1], *parts[0]] if middle is None else [*parts[0], *parts[1], middle]
+        return (*self.begin, *self._context(extra), *ordered)
+
+    def _context(self, extra: Sequence[ExtraFile]) -> list[int]:
+        ids = []
+        if extra and self.repository is not None:
+            ids += [self.repository, *self._ids("project\n")]
+        for file in extra:
+            ids += [*self._named(file.filename or "file"), *self._ids(file.text)]
+        return [*ids, *self._named("this file")] if extra and self.file is not None else ids
+
+    def _named(self, name: str) -> list[int]:
+        return self._ids(SNIPPET) if self.file is None else [self.file, *self._ids(f"{name}\n")]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def infill_of(state: ServerState, field: str) -> Infill:
+    """Return how the served model fills in. Raises BadRequest, which names `field`, for a model that does not."""
+    found = Infill.of(state.engine.tokenizer) if state.engine.tokenizer is not None else None
+    if found is None:
+        raise BadRequest(
+            f"{field} needs a model that fills in, and the tokenizer of {state.model} has no tokens for that: leave it "
+            "out.",
+            field,
+        )
+    return found

@@ -1,0 +1,235 @@
+"""The bodies of Anthropic's Messages API, and the chats that they stand for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from slipstream.serve import published
+from slipstream.serve.body import Addressed, Body, complaint
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.schema import ChatRequest, Count, Probability, SpeculationOptions, Text, ToolName
+from slipstream.text.jsontext import json_text
+
+
+class TextBlock(Body):
+    """A text in a message."""
+
+    others = published.BLOCK
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageSource(Body):
+    """An image: base64 data with its media type, or the address of one."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Body):
+    """An image in a message."""
+
+    others = published.BLOCK
+
+    type: Literal["image"]
+    source: ImageSource
+
+
+class ToolUseBlock(Body):
+    """A call of a tool, which the assistant made."""
+
+    others = published.BLOCK
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    """The result of a call of a tool."""
+
+    others = published.BLOCK
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
+
+
+class ThinkingBlock(Body):
+    """What the assistant thought before its answer."""
+
+    others = published.BLOCK
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """A thought that only its server can read: the model is not shown it."""
+
+    others = published.BLOCK
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+Block = Annotated[
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
+]
+
+
+class Turn(Body):
+    """A message of the user or the assistant."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class OfferedTool(Body):
+    """A tool that the model may use."""
+
+    others = published.TOOL
+
+    type: Literal["custom"] = "custom"
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class Choice(Body):
+    """Which tools the model may or must use."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model thinks before its answer, where its chat template can tell it to."""
+
+    others = published.THINKING
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+
+
+class JsonFormat(Body):
+    """The schema of an answer in JSON."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How much the model thinks, and the form of its answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class CountRequest(Addressed):
+    """The body of /v1/messages/count_tokens."""
+
+    others = published.MESSAGES
+
+    messages: list[Turn] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def as_chat(self, **more: Any) -> ChatRequest:
+        """Return the chat that this stands for, with `more` fields. Raises BadRequest if a chat cannot have them."""
+        messages = [message for turn in self.messages for message in _messages(turn)]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": _content(self.system)})
+        tools = [_tool(tool) for tool in self.tools or ()]
+        chosen = self.tool_choice or Choice(type="auto")
+        forced = {"type": "function", "function": {"name": chosen.name or ""}}
+        body = {"messages": messages, "tools": tools, "parallel_tool_calls": not chosen.disable_parallel_tool_use}
+        if self.tool_choice is not None:
+            body["tool_choice"] = {"any": "required", "tool": forced}.get(chosen.type, chosen.type)
+        output = self.output_config or OutputConfig()
+        if self.thinking is not None:
+            body["reasoning_effort"] = "none" if self.thinking.type == "disabled" else output.effort or "high"
+        if output.format is not None:
+            schema = {"name": "answer", "schema": output.format.schema_}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            body["continue_final_message"] = True
+        body |= more
+        try:
+            return ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise BadRequest(*complaint(error.errors(), body)) from None
+
+
+class MessagesRequest(CountRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: Count
+    temperature: Probability | None = None
+    top_p: Probability | None = None
+    top_k: int | None = Field(None, ge=0, lt=1 << 31)
+    stop_sequences: list[Text] | None = None
+    stream: bool | None = None
+    speculative: bool | SpeculationOptions | None = None
+
+    def as_chat(self, **more: Any) -> ChatRequest:
+        """Return the chat that this stands for. Raises BadRequest if a chat cannot have these fields."""
+        same = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "speculative")}
+        return super().as_chat(**same, stop=self.stop_sequences or None, **more)
+
+
+def _messages(turn: Turn) -> list[dict[str, Any]]:
+    """Return the messages of a chat for a turn: its results of tools first, then what was said, thought and called."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
+        for block in turn.content
+        if isinstance(block, ToolResultBlock)
+    ]
+    said = [block for block in turn.content if isinstance(block, TextBlock | ImageBlock)]
+    thought = "".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock))
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json_text(block.input)}}
+        for block in turn.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    message: dict[str, Any] = {"role": turn.role, "content": _content(said)}
+    message |= {"tool_calls": calls} if calls else {}
+    message |= {"reasoning_content": thought} if thought else {}
+    return [*results, message] if said or calls or thought or not results else results
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Return text and images in the form of a chat; texts alone are one text."""
+    if isinstance(content, str):
+        return content
+    if all(isinstance(block, TextBlock) for block in content):
+        return "\n".join(block.text for block in content)
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else {"type": "image_url", "image_url": {"url": _address(block.source)}}
+        for block in content
+    ]
+
+
+def _address(source: ImageSource) -> str:
+    return source.url or "" if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+
+
+def _tool(tool: OfferedTool) -> dict[str, Any]:
+    about = {"description": tool.description} if tool.description else {}
+    return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}

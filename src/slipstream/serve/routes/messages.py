@@ -1,0 +1,164 @@
+"""/v1/messages: a chat in the form of Anthropic's Messages API, and the number of its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from slipstream.engine.generation import Completion
+from slipstream.serve import answers
+from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.faults import MESSAGES, ServeError, for_path
+from slipstream.serve.json_route import JsonRoute, Once, off_loop
+from slipstream.serve.message_answers import (
+    ContentBlock,
+    Counted,
+    MessageAnswer,
+    MessageEvent,
+    MessageFault,
+    MessageUsage,
+)
+from slipstream.serve.messages import CountRequest, MessagesRequest
+from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.routes.chat import begun, chat_of
+from slipstream.serve.schema import ChatRequest
+from slipstream.serve.state import state_of
+from slipstream.serve.stream import EventStream, event
+from slipstream.serve.tools import Tools, as_message, joined
+from slipstream.text.jsontext import json_text
+
+router = APIRouter(tags=["text"], route_class=JsonRoute)
+
+FAULTS = {status: {**error, "model": MessageFault} for status, error in ERRORS.items()}
+OUTCOMES = {**FAULTS, 200: streams(MessageEvent)}
+
+
+@router.post("/v1/messages", responses=OUTCOMES, response_model=MessageAnswer)
+async def messages(body: Once[MessagesRequest], request: Request) -> Response:
+    """Answer a chat."""
+    state_of(request).check_model(body.model)
+    chat = await off_loop(request, body.as_chat)
+    call, tools = await begun(chat, request)
+    request.state.ignored = ["thinking" if each == "reasoning_effort" else each for each in request.state.ignored]
+    answer = _Answer(request, chat, call, tools)
+    if body.stream:
+        return EventStream(answer.events(), call)
+    return answered(await unless_gone(request, answer.whole()))
+
+
+@router.post("/v1/messages/count_tokens", responses=FAULTS, response_model=Counted)
+async def count_tokens(body: Once[CountRequest], request: Request) -> Response:
+    """Count the tokens of a chat."""
+    state = state_of(request)
+    state.check_model(body.model)
+    chat = await off_loop(request, body.as_chat)
+    prompt = await chat_of(chat, Tools.of(chat, state), request)
+    return answered(Counted(input_tokens=len(await off_loop(request, state.encode, prompt, "messages"))))
+
+
+class _Answer:
+    """Makes the answer from a call, as a whole or in events."""
+
+    def __init__(self, request: Request, body: ChatRequest, call: Call, tools: Tools) -> None:
+        self.state, self.call = state_of(request), call
+        self.stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        self.heading = Heading.new("msg", self.state.model)
+        [ticket] = call.tickets
+        self.ticket, self.reader = ticket, tools.reader(ticket.generation.request.prompt)
+
+    async def whole(self) -> MessageAnswer:
+        """Wait for the text -> the whole answer."""
+        [pieces] = await self.call.collect()
+        message = as_message([delta for piece in pieces for delta in self.reader.read(piece)])
+        blocks = []
+        if message.reasoning_content:
+            blocks.append(ContentBlock(type="thinking", thinking=message.reasoning_content, signature=""))
+        if message.content or not message.tool_calls:
+            blocks.append(ContentBlock(type="text", text=message.content or ""))
+        for call in message.tool_calls or ():
+            name, arguments = call.function.name, _arguments(call.function.arguments)
+            blocks.append(ContentBlock(type="tool_use", id=call.id, name=name, input=arguments))
+        reason, stop = self._reason(completed(pieces), bool(message.tool_calls))
+        times = {"metrics": self.call.metrics(), "timings": self.call.timings()}
+        return self._message(content=blocks, stop_reason=reason, stop_sequence=stop, **times)
+
+    def _message(self, **fields: Any) -> MessageAnswer:
+        about = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage, **fields}
+        return MessageAnswer(id=self.heading.id, model=self.heading.model, **about)
+
+    @property
+    def _usage(self) -> MessageUsage:
+        usage = self.call.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )
+
+    def _reason(self, completion: Completion, called: bool) -> tuple[str, str | None]:
+        """Return why the text ended, and the stop sequence if it was one."""
+        if finish_reason(completion) == "length":
+            return "model_context_window_exceeded" if completion.context_full else "max_tokens", None
+        if called:
+            return "tool_use", None
+        written = self.state.engine.decode(completion.tokens)
+        found = [stop for stop in self.stops if written.startswith(stop, len(completion.text))]
+        return ("stop_sequence", found[0]) if found else ("end_turn", None)
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the events of the message as it is written; an error is the last one."""
+        try:
+            yield _event("message_start", message=self._message())
+            index, kind, called, completion = -1, "", False, None
+            async for _, pieces in self.call.rounds():
+                completion = pieces[-1].completion
+                for delta in joined([delta for piece in pieces for delta in self.reader.read(piece)]):
+                    for opening, change in _changes(delta):
+                        if opening is not None and (opening.type == "tool_use" or opening.type != kind):
+                            if kind:
+                                yield _event("content_block_stop", index=index)
+                            index, kind = index + 1, opening.type
+                            called |= kind == "tool_use"
+                            yield _event("content_block_start", index=index, content_block=opening)
+                        if change:
+                            yield _event("content_block_delta", index=index, delta=change)
+            if kind:
+                yield _event("content_block_stop", index=index)
+            assert completion is not None, "the last piece has the completion"
+            reason, stop = self._reason(completion, called)
+            yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=self._usage)
+            yield _event("message_stop")
+        except ServeError as error:
+            yield f"event: error\ndata: {json_text(for_path(error.body(), error.status, MESSAGES))}\n\n"
+
+
+def _changes(delta: answers.Delta) -> list[tuple[ContentBlock | None, dict[str, str]]]:
+    """Return what a part of the message adds: the block it belongs to, if it may begin one, and its text."""
+    found: list[tuple[ContentBlock | None, dict[str, str]]] = []
+    if delta.reasoning_content:
+        begin = ContentBlock(type="thinking", thinking="", signature="")
+        found.append((begin, {"type": "thinking_delta", "thinking": delta.reasoning_content}))
+    if delta.content:
+        found.append((ContentBlock(type="text", text=""), {"type": "text_delta", "text": delta.content}))
+    for call in delta.tool_calls or ():
+        name = call.function.name
+        block = ContentBlock(type="tool_use", id=call.id, name=name, input={}) if name else None
+        found.append((block, {"type": "input_json_delta", "partial_json": call.function.arguments}))
+    return found
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; {} for those of one that was cut."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return event(MessageEvent(type=kind, **fields), kind)
