@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from hashlib import sha256
 from typing import Any
 
 from slipstream.core.options import REQUEST_FIELDS
@@ -25,7 +26,7 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     options.setdefault("temperature", 1.0)
     options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
     salt = secrets.token_hex() if body.cache_prompt is False else body.cache_salt or ""
-    options["cache_salt"] = f"{tenant}/{salt}"
+    options["cache_salt"] = f"{tenant}/{sha256(salt.encode()).hexdigest()}"  # the cache keeps it: it may be long
     if body.top_k == -1:  # off, as in vLLM
         del options["top_k"]
     if body.logit_bias:
