@@ -55,7 +55,7 @@ def _check(how: ModelOptions) -> None:
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:
     """List sentences for the user on how the weights were read, and if they stay unpacked as the model is in parts."""
-    why, notes = why_in_parts(scorer.model), [f"{scorer.name}: {each}." for each in getattr(scorer.model, "notes", ())]
+    why, notes = why_in_parts(scorer.model), list(getattr(scorer.model, "notes", ()))
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
         return notes
     return [

@@ -173,8 +173,16 @@ def test_a_format_without_a_kernel_is_dequantized_and_named(tmp_path: Path) -> N
     stands_for = written(plain(width=256), tmp_path / "tiny.gguf", "IQ2_XS")
     engine = slipstream.load(tmp_path / "tiny.gguf")
     assert any("IQ2_XS" in note and "dequantized" in note for note in engine.notes)
+    assert not any("rounded" in note for note in engine.notes)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(load_model(tmp_path / "tiny.gguf").get_parameter(name), stands_for[name])
+
+
+def test_how_inputs_are_multiplied_is_said(tmp_path: Path) -> None:
+    written(plain(), tmp_path / "tiny.gguf", "Q8_0")
+    rounding, exact = (slipstream.load(tmp_path / "tiny.gguf", activations=each) for each in ("int8", "float"))
+    assert any(note.startswith("tiny.gguf multiplies inputs rounded to 8 bits") for note in rounding.notes)
+    assert not any("rounded" in note for note in exact.notes)
 
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_K", "Q6_K"])

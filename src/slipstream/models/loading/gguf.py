@@ -23,7 +23,7 @@ from slipstream.kernels.stored_codes import StoredLinear
 from slipstream.models.loading.gguf_config import OTHERS, generation_config_of
 from slipstream.models.loading.gguf_file import GgufFile, Stored
 from slipstream.models.loading.origin import Origin
-from slipstream.models.loading.quantized import PLACED_OTHERWISE, Loaded, Reading, assembled, compute_dtype
+from slipstream.models.loading.quantized import INT8, PLACED_OTHERWISE, Loaded, Reading, assembled, compute_dtype
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,21 @@ def load_gguf(
     model, about = assembled(type(skeleton), config, weights.tensors, weights.stored, wanted, reading, options)
     model.config.name_or_path = str(path)
     model.generation_config = generation_config_of(file)
-    if weights.dequantized and not reading.dequantize:
-        model.notes = [f"weights in {', '.join(sorted(weights.dequantized))} have no kernel, and were dequantized"]
+    model.notes = _notes(path.name, weights, reading)
     return model, about
+
+
+def _notes(name: str, weights: GgufWeights, reading: Reading) -> list[str]:
+    """List sentences for the user on how the weights of a file are computed with."""
+    notes = list[str]()
+    if weights.stored and reading.activations == INT8:
+        notes.append(
+            f"{name} multiplies inputs rounded to 8 bits, as llama.cpp does; activations='float' leaves them unrounded."
+        )
+    if weights.dequantized and not reading.dequantize:
+        formats = ", ".join(sorted(weights.dequantized))
+        notes.append(f"weights of {name} in {formats} have no kernel, and were dequantized.")
+    return notes
 
 
 def _dtype(file: GgufFile) -> torch.dtype:
