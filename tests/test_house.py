@@ -72,7 +72,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "safetensors": ("files", "models.loading.faults", "models.loading.dropped_tensors", "training.ahead"),
     "transformers": (
         "models.*",
-        "engine.tasks",
+        "engine.defaults",
         "engine.transformers_hook.*",
         "execution.names",
         "execution.passes",

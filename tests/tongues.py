@@ -6,7 +6,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -41,16 +41,38 @@ def marked(size: int, prepend: bool = False) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁*[^\s▁]+|\n+|▁+"), "isolated")
     ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prepend else []
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
-    special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.UnigramTrainer(
-        vocab_size=size, special_tokens=[*special, *BYTES], unk_token="<unk>", show_progress=False
+        vocab_size=size, special_tokens=[*SPECIAL, *BYTES], unk_token="<unk>", show_progress=False
     )
+    return _with_bytes(core, trainer, prepend)
+
+
+def metaspace(size: int, scheme: str) -> PreTrainedTokenizerFast:
+    """Sentencepiece's kind in its later form: pairs, and a pre-tokenizer that marks spaces and may prepend one."""
+    core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    decoder = decoders.Metaspace(prepend_scheme=scheme)
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoder])
+    if scheme == "first":
+        ends = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), *ends])
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL, *BYTES], show_progress=False)
+    made = _with_bytes(core, trainer, scheme != "never")
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return made
+
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def _with_bytes(core: Tokenizer, trainer: Any, begins: bool) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of sentencepiece's kind; the trainer knows no bytes: they become ordinary tokens here."""
     core.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
-    state = json.loads(core.to_str())  # the trainer knows no bytes: they become ordinary tokens here
+    state = json.loads(core.to_str())
     state["model"]["byte_fallback"] = True
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in special]
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in SPECIAL]
     core = Tokenizer.from_str(json.dumps(state))
-    if prepend:
+    if begins:
         core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, **names)
@@ -77,10 +99,12 @@ def tongue(name: str) -> PreTrainedTokenizerFast:
         "marked": lambda: marked(450),
         "prepended": lambda: marked(420, prepend=True),
         "word pieces": lambda: word_pieces(300),
+        **{f"metaspace {scheme}": partial(metaspace, 430, scheme) for scheme in ("always", "first", "never")},
     }[name]()
 
 
 TONGUES = ("bytes", "fewer bytes", "bytes across words", "marked", "prepended", "word pieces")
+SENTENCEPIECE = ("marked", "prepended", "metaspace always", "metaspace first", "metaspace never")
 
 
 def toy(*tokens: str, end: str | None = None) -> PreTrainedTokenizerFast:

@@ -26,6 +26,7 @@ from slipstream.cli import app as cli
 from slipstream.cli.app import say
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.stats import Stats
+from slipstream.engine.defaults import Defaults
 from slipstream.engine.engine import Interrupted
 from slipstream.engine.generation import Completion, Piece
 from slipstream.engine.load import load
@@ -384,6 +385,7 @@ class Recorder:
         return self
 
     frame = None
+    defaults = Defaults()
 
     def encode(self, prompt: Any) -> tuple[int, ...]:
         return (1,)
@@ -428,12 +430,6 @@ def test_defaults(engine: Recorder) -> None:
         "seed": 0,
         "plain": False,
         "echo": False,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "typical_p": 1.0,
-        "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "no_repeat_ngram_size": 0,

@@ -67,13 +67,13 @@ def test_a_stop_string_ends_the_text_before_itself(text: str, stops: list[str], 
 @given(st.text(alphabet="ab\n"), st.lists(st.text(alphabet="ab\n", min_size=1, max_size=3), max_size=2))
 def test_what_is_taken_is_never_taken_back(text: str, stops: list[str]) -> None:
     transcript, taken = Transcript(decode, stops), ""
-    for byte in text.encode():
+    for count, byte in enumerate(text.encode(), 1):
         stopped = transcript.push(byte)
-        taken += transcript.take()
+        taken += transcript.take(count)
         if stopped:
             break
     transcript.finish()
-    taken += transcript.take(final=True)
+    taken += transcript.take()
     found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     cut = min(found)[1] if found else None  # the first to be complete
     assert taken == transcript.text == text[:cut]

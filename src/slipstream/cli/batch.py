@@ -177,7 +177,9 @@ def _defaults(context: typer.Context) -> Defaults:
     from slipstream.serve.batch.lines import Defaults
 
     params, written = context.params, written_parameters(context)
-    options = {name: value for name, value in call_options(params).items() if name in written and name != "seed"}
+    options = {
+        name: value for name, value in call_options(params, written).items() if name in written and name != "seed"
+    }
     body = {field: options[name] for name, field in REQUEST_FIELDS.items() if name in options}
     if biases := body.get("logit_bias"):
         body["logit_bias"] = {str(token): max(bias, -100.0) for token, bias in biases.items()}  # as servers write it

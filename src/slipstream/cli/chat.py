@@ -22,6 +22,7 @@ from slipstream.cli.options import (
     grouped,
     option,
     with_options,
+    written_parameters,
 )
 from slipstream.cli.settings import answer_as_dict, call_options
 from slipstream.core.stats import Stats
@@ -63,7 +64,7 @@ def chat(
 
     Example: slipstream chat --target Qwen/Qwen2.5-7B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7
     """
-    options = call_options(context.params)
+    options = call_options(context.params, written_parameters(context))
     if raw and system is not None:
         raise ValueError("--system and --raw exclude each other: only a chat template knows a system.")
     with busy(console(stderr=True), "loading"):

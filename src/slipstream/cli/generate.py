@@ -33,6 +33,7 @@ from slipstream.cli.options import (
     asked_models,
     grouped,
     with_options,
+    written_parameters,
 )
 from slipstream.cli.settings import answer_as_dict, call_options, read_form
 from slipstream.cli.work import Work
@@ -95,7 +96,7 @@ def generate(
     """
     params = context.params
     _check_output(params)
-    items, options, engine = gather(prompts or [], file, chat), call_options(params), None
+    items, options, engine = gather(prompts or [], file, chat), call_options(params, written_parameters(context)), None
     media = {"images": [str(each) for each in image or ()], "audio": [str(each) for each in audio or ()]}
     items = [with_media(item, media) for item in items]
     form = read_form(params)
@@ -106,7 +107,8 @@ def generate(
             engine = load(_models(context), progress=say)
             for name, value in form.items():
                 options["grammar"] = getattr(engine.grammars, name)(value)
-            items = [_encoded(engine, item) for item in items]
+            items, options = [_encoded(engine, item) for item in items], engine.defaults.complete(options)
+    options.setdefault("max_new_tokens", params["max_new_tokens"])
     tell(engine.notes if engine else ())
     # Each sample of a prompt is an item of its own; beam search numbers its texts itself.
     samples = options.get("num_return_sequences") or options.pop("n")

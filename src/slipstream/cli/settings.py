@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,21 @@ from slipstream.core.options import OPTIONS
 if TYPE_CHECKING:
     from slipstream.engine.generation import Completion
 
+OF_MODELS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
+    *("min_new_tokens", "max_new_tokens", "max_time"),
+)
+"""The options that a model's generation config may set."""
+
 EARLY = {"true": True, "false": False}
 """The values of `--early-stopping` that are not names."""
 
 
-def call_options(params: dict[str, Any]) -> dict[str, Any]:
+def call_options(params: dict[str, Any], written: Collection[str]) -> dict[str, Any]:
     """Return the options of a call from a command's parameters, without those that are None.
 
-    Raises ValueError for impossible values.
+    Settings that the model may have of its own are left out unless they are `written`. Raises ValueError for impossible
+    values.
     """
     from slipstream.decoding.sampling import WARPS, Sampling
     from slipstream.engine.options import read_options
@@ -37,7 +44,7 @@ def call_options(params: dict[str, Any]) -> dict[str, Any]:
     idle = [flag(name) for name in WARPS if settings[name] != OPTIONS[name].default]
     if sampling.greedy and idle:
         say(f"note: --temperature 0 is greedy and ignores {', '.join(idle)}.")
-    return options
+    return {name: value for name, value in options.items() if name in written or name not in OF_MODELS}
 
 
 FORMS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark_file": "lark"}

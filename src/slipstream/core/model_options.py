@@ -134,6 +134,9 @@ class ModelOptions:
         flag="--tensor-parallel",
         changes=False,
     )
+    generation_config: Any = model_option(
+        None, "target", "Of the model, for what a call leaves out: auto (its own), none or a folder.", "auto|none|DIR"
+    )
     trust_remote_code: bool = model_option(
         False, "target", "Run Python code that comes with the target: read it first.", "", bool, changes=False
     )
@@ -166,6 +169,7 @@ class ModelOptions:
             "quantize",
             "kv_dtype",
             "tp_plan",
+            "generation_config",
         )  # which the draft has too, or others than `load_model` read
         target = {name: value for name, value in self.given("target").items() if name not in apart}
         return {**target, **self.from_pretrained}

@@ -190,6 +190,9 @@ class CallFields:
         kind=int,
         **{**PYTHON_ONLY, "group": "output"},
     )
+    prompt_logprobs: int | None = option(
+        None, "Logprobs of the tokens of the prompt, as logprobs.", "at least 0", "[0, inf)", kind=int, **PYTHON_ONLY
+    )
     echo: bool = option(
         *(False, "Begin the text of an answer with its prompt, in JSON too."), **{**PYTHON_ONLY, "group": "output"}
     )

@@ -14,6 +14,7 @@ from slipstream.core.beams import Beams
 from slipstream.core.draft import Verifier
 from slipstream.core.draws import Rng
 from slipstream.core.law import Fault, Law
+from slipstream.core.logprobs import TokenLogprobs
 from slipstream.core.media import Media
 from slipstream.core.source import Source
 from slipstream.core.stats import Stats
@@ -86,7 +87,8 @@ class Request:
     cached of them with the same salt only. `prediction` are tokens that the output is expected to resemble, for
     drafters that copy. The row ends after the round in which `max_time` seconds have passed since it got a place in
     the batch. `media` are the images and sounds that placeholders in the prompt stand for. With `beams`, beam search
-    continues it.
+    continues it. With `prompt_logprobs`, the prompt is scored, with this many of the most probable tokens; only then
+    `max_new_tokens` may be 0.
     """
 
     prompt: tuple[int, ...]
@@ -105,6 +107,7 @@ class Request:
     max_time: float | None = None
     media: Media | None = None
     beams: Beams | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Row:
     error: Fault | None = None  # why no token is possible any more, if `finish_reason` is "error"
     started: float | None = None  # when it got a place in the batch, on the clock of `time.monotonic`
     timed_out: bool = False  # whether it ended because its `max_time` has passed
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all prompt tokens but the first, if wanted
 
     @property
     def output(self) -> list[int]:

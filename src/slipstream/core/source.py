@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,12 +52,10 @@ class SourceForm:
 
 @dataclass(frozen=True)
 class SourceFrame:
-    """The fixed parts around a source: `prefix` before its text, `begin`, the first tokens of the decoder's text, and
-    `bans(length)`, processors that forbid tokens after a beginning of that many tokens."""
+    """The fixed parts around a source: `prefix` before its text, and `begin`, the decoder's first tokens."""
 
     prefix: str
     begin: tuple[int, ...]
-    bans: Callable[[int], tuple[Any, ...]]
 
 
 def framed(frame: SourceFrame | None, user_input: Source) -> tuple[tuple[int, ...], Source | None]:

@@ -193,11 +193,13 @@ class Grammars:
         if not eos:
             raise ValueError("a grammar needs a model that knows how texts end: it has no end-of-text token.")
         try:
-            from llguidance import hf
+            from llguidance import LLTokenizer, hf
         except ImportError:
             raise ValueError("grammars need llguidance: pip install 'slipstream[grammar]'.") from None
         try:
-            self._tokens = hf.from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(eos))
+            marked = _with_spaces(tokenizer)
+            how: dict[str, Any] = {"n_vocab": vocab, "eos_token": sorted(eos)}
+            self._tokens = LLTokenizer(marked, **how) if marked else hf.from_tokenizer(tokenizer, **how)
         except Exception as error:  # its type depends on the tokenizer
             raise ValueError(f"grammars cannot be used with this tokenizer: {_line(error)}") from error
         self.vocab, self.limits = vocab, limits or GrammarLimits()
@@ -256,6 +258,22 @@ class Grammars:
         if matcher.is_error():
             raise ValueError(f"the {what} cannot be used: {_line(matcher.get_error())}")
         return Grammar(source, self._tokens, self.vocab)
+
+
+def _with_spaces(tokenizer: Any) -> str | None:
+    """Return, as JSON text, a tokenizer whose decoder is Metaspace with one that llguidance reads; None for any other.
+
+    llguidance learns that a mark is a space from a decoder that replaces it, and would take it for a letter here.
+    """
+    if (core := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return None
+    state = json.loads(core.to_str())
+    decoder = state["decoder"] or {}
+    if not any(each["type"] == "Metaspace" for each in (decoder, *decoder.get("decoders", ())) if each):
+        return None
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return json_text({**state, "decoder": decoder, "padding": None, "truncation": None})
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:

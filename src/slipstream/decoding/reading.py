@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from slipstream.cache.prefixes import Recalling
+from slipstream.core.law import wide
+from slipstream.core.logprobs import token_logprobs
 from slipstream.core.media import ReadsMedia, same_media
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
 from slipstream.core.source import same_source
+
+SCORED = 128
+"""The most tokens of a prompt that are scored at once: their logits take as many times the vocabulary."""
 
 
 @dataclass
@@ -29,6 +37,8 @@ class PromptReading:
         ours, its = self.rows[0].request, row.request
         if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
             return False
+        if ours.prompt_logprobs != its.prompt_logprobs:
+            return False
         return same_source(ours.source, its.source) and same_media(ours.media, its.media)
 
     @property
@@ -36,6 +46,20 @@ class PromptReading:
         """Whether the text has images or sounds: it is read in one piece and not stored, as its tokens do not identify
         them."""
         return self.rows[0].request.media is not None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the tokens of the text get logprobs; not again for a preempted row, which has them."""
+        return self.rows[0].request.prompt_logprobs is not None and not self.rows[0].output
+
+    def score(self, logits: Tensor) -> None:
+        """Add the logprobs of the next tokens of the text, from logits (tokens, vocab) of those before them."""
+        known, top = self.rows[0].prompt_logprobs, self.rows[0].request.prompt_logprobs
+        assert top is not None, "only the texts of rows that want it are scored"
+        tokens = self.rows[0].tokens[1 + len(known) :][: len(logits)]
+        scored = [*known, *token_logprobs(wide(logits).log_softmax(-1), tokens, top)]
+        for row in self.rows:
+            row.prompt_logprobs = scored
 
 
 class PromptReader:
@@ -65,6 +89,7 @@ class PromptReader:
         twin = next((group for group in self.groups if group.equals(row)), None)
         if twin:
             twin.rows.append(row)
+            row.prompt_logprobs = twin.rows[0].prompt_logprobs
         else:
             watch = Stopwatch()
             self.target.add(1, [row.request.source])
@@ -72,6 +97,8 @@ class PromptReader:
                 assert isinstance(self.target, ReadsMedia), "requests are checked when they come"
                 self.target.attach(len(self.target.lengths) - 1, row.request.media)
             self.groups.append(PromptReading([row]))
+            if self.groups[-1].is_scored:
+                row.prompt_logprobs = []  # a row that was preempted while it was read begins again
             watch.lap("prefill")
             _count_prefill(row, watch.laps["prefill"])
 
@@ -91,8 +118,10 @@ class PromptReader:
         watch = Stopwatch()
         self._recall(first)
         pieces = self._pieces(first, self.target.lengths[first:])
-        if any(pieces):
-            self.target.prefill(pieces, first)
+        silent = [[] if group.is_scored else piece for group, piece in zip(self.groups, pieces, strict=True)]
+        if any(silent):
+            self.target.prefill(silent, first)
+        self._score(pieces, first)
         watch.lap("prefill")
         share = watch.laps["prefill"] / max(1, sum(map(bool, pieces)))
         for group, piece in zip(self.groups, pieces, strict=True):
@@ -102,9 +131,17 @@ class PromptReader:
     def _recall(self, first: int) -> None:
         """Take over stored prefixes of the texts of which nothing was read yet."""
         for place, group in enumerate(self.groups, first):
-            if not self.target.lengths[place] and group.text and not group.has_media:
+            if not self.target.lengths[place] and group.text and not (group.has_media or group.is_scored):
                 known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
+
+    def _score(self, pieces: Sequence[Sequence[int]], first: int) -> None:
+        """Feed the pieces of the texts that are scored, each by itself, since every logit of it is needed."""
+        for place, (group, piece) in enumerate(zip(self.groups, pieces, strict=True), first):
+            for start in range(0, len(piece) if group.is_scored else 0, SCORED):
+                part = torch.tensor([piece[start : start + SCORED]], device=self.target.device)
+                group.score(self.target.extend(part, [part.shape[1]], place)[0])
+                self.target.rollback(self.target.lengths[: place + 1])  # nothing; but earlier states can be dropped
 
     def _pieces(self, running: int, have: Sequence[int]) -> list[list[int]]:
         """Return the tokens to read now of every text, while this many rows run."""

@@ -37,6 +37,18 @@ class TakesPositions(Protocol):
         ...
 
 
+class ModelProcessors(Protocol):
+    """What a model asks for besides the settings of a call, such as tokens that its generation config suppresses."""
+
+    def penalties(self, prompt_length: int, device: torch.device) -> Sequence[Processor]:
+        """Return the processors that change single logits, for a row whose prompt has `prompt_length` tokens."""
+        ...
+
+    def cuts(self, least: int) -> Sequence[Processor]:
+        """Return the processors that shape the law of sampled texts, each of which leaves `least` tokens or more."""
+        ...
+
+
 # Processors that do not depend on the prefix: applied to all positions of all rows in one call.
 PREFIX_FREE = frozenset(
     {
@@ -71,12 +83,14 @@ class Sampling(SamplingFields):
     `eos` are the tokens that end a text; the first `min_new_tokens` may not be one of them. `grammar` masks the outputs
     that it does not allow, before anything else changes the logits. `processors` are the user's own, e.g. a
     `LogitsProcessorList`: each is called with `(input_ids (1, length), scores (1, vocab))` for one row and position at
-    a time. Raises ValueError, in one sentence, for values that are not possible.
+    a time. `model_processors` makes those that the model itself asks for. Raises ValueError, in one sentence, for
+    values that are not possible.
     """
 
     eos: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     processors: Sequence[Processor] = ()
+    model_processors: ModelProcessors | None = None
     _chains: dict[tuple[int, torch.device], tuple[Processor, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -106,11 +120,14 @@ class Sampling(SamplingFields):
     @property
     def temperature_alone(self) -> float | None:
         """The temperature, if nothing else shapes the law (0 is greedy); None otherwise."""
-        return None if self._penalties(0, torch.device("cpu")) or self.processors or self._cuts else self.temperature
+        if self.model_processors is not None or self.processors or self._cuts:
+            return None
+        return None if self._penalties(0, torch.device("cpu")) else self.temperature
 
     @property
     def _cuts(self) -> bool:
-        return not self.greedy and any(getattr(self, name) != SAMPLING[name].default for name in WARPS)
+        own = self.model_processors is not None and self.model_processors.cuts(1)
+        return not self.greedy and bool(own or any(getattr(self, name) != SAMPLING[name].default for name in WARPS))
 
     def for_beams(self) -> Sampling:
         """Return these settings for beams that are sampled: what shapes the law becomes processors of its logarithm.
@@ -149,6 +166,8 @@ class Sampling(SamplingFields):
         if self.min_new_tokens and self.eos:
             eos = torch.tensor(sorted(self.eos), device=device)
             chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, eos))
+        if self.model_processors is not None:
+            chain += self.model_processors.penalties(prompt_length, device)
         return chain
 
     def _warpers(self, least: int = 1) -> list[Processor]:
@@ -164,6 +183,8 @@ class Sampling(SamplingFields):
             chain.append(hf.MinPLogitsWarper(self.min_p, min_tokens_to_keep=least))
         if self.typical_p < 1:
             chain.append(hf.TypicalLogitsWarper(mass=self.typical_p, min_tokens_to_keep=least))
+        if self.model_processors is not None:
+            chain += self.model_processors.cuts(least)
         return chain
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:

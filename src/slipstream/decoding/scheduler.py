@@ -116,6 +116,10 @@ class Scheduler:
         self._take_in()
         self._admit()
         self.running += self._reader.read(len(self.running))
+        for row in self.running:
+            if not row.request.max_new_tokens:  # only its prompt was to be scored
+                row.finish_reason = "length"
+        self._dismiss()
         if not self.running:
             return None
         controller = self.decoder.controller
@@ -215,7 +219,7 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
     length = len(request.prompt)
     if not length:
         raise ValueError(f"prompt {index} is empty: it needs at least one token.")
-    if request.max_new_tokens < 1:
+    if request.max_new_tokens < (request.prompt_logprobs is None):
         raise OptionError(
             "max_new_tokens", f"max_new_tokens={request.max_new_tokens} is not possible: it must be at least 1."
         )

@@ -100,7 +100,7 @@ class BeamTexts:
 def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothesis, stats: Stats) -> Completion:
     """Return the completion of a hypothesis; with "length", a text shorter than requested filled the context."""
     request = search.request
-    text = generation.echo + generation.decode([token for token in hypothesis.tokens if token not in request.eos])
+    text = generation.echo + generation.text_of(hypothesis.tokens)
     return replace(
         _empty_completion(generation, stats),
         text=text,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.core.draws import request_key
+from slipstream.core.media import Media
 from slipstream.core.protocols import Shape
 from slipstream.core.request import Request
 from slipstream.core.round import Round
@@ -29,6 +29,7 @@ from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.prediction import MOST
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.beams import BeamTexts
+from slipstream.engine.defaults import Defaults
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, read_options, sampling
@@ -36,6 +37,7 @@ from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompt
 from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.transcription import Transcriber
 from slipstream.models.media.processor import MediaProcessor
+from slipstream.text.spelling import Spelling
 from slipstream.text.transcripts import Transcript
 
 
@@ -52,7 +54,7 @@ class Engine:
 
     `notes` holds a sentence for each choice made while loading, such as how a draft with another tokenizer drafts.
     With an encoder-decoder, prompts are sources, and `frame` is the text and tokens around them. `media` reads images
-    and sounds.
+    and sounds. `defaults` are the model's own settings of a call.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         notes: Sequence[str] = (),
         frame: SourceFrame | None = None,
         media: MediaProcessor | None = None,
+        defaults: Defaults | None = None,
     ) -> None:
         self.exact_shape = exact_shape
         self.notes = tuple(notes)
@@ -74,6 +77,7 @@ class Engine:
         self.rule = rule
         self.frame = frame
         self.media = media
+        self.defaults = Defaults() if defaults is None else defaults
 
     def generate(
         self,
@@ -97,8 +101,9 @@ class Engine:
           other in what is returned; the first is what n=1 gives.
         - `gamma`, `verify` (a `Rule` or its name), `lossless` (refuse every lossy rule), `plain` (do not speculate).
         - `logprobs`: return the logprob of every token and of this many of the most probable tokens at its position,
-          see `TokenLogprobs`. `echo`: begin the texts with the prompt's. `prediction`: a text that the output is
-          expected to resemble, for drafts that copy. `grammar`: which texts are allowed, made by `engine.grammars`.
+          see `TokenLogprobs`; `prompt_logprobs`: those of the prompt's tokens, also with `max_new_tokens=0`. `echo`:
+          begin the texts with the prompt's. `prediction`: a text that the output is expected to resemble, for drafts
+          that copy. `grammar`: which texts are allowed, made by `engine.grammars`.
         - `num_beams`: exact beam search, with transformers' `length_penalty` (1.0), `early_stopping` (False) and
           `num_return_sequences` (1): the texts of a prompt stand side by side, the best first, each with a `score`.
           With a `temperature`, the beams of each step are sampled, as with transformers' `do_sample`.
@@ -134,11 +139,17 @@ class Engine:
                             on_completion(index, done[index])
             except KeyboardInterrupt:
                 raise Interrupted([done.get(index) or one.completion for index, one in begun.items()]) from None
+        for index in [
+            each for each in begun if each not in done
+        ]:  # of these, only the prompts were scored, without a round
+            done[index] = begun[index].completion
+            if on_completion is not None:
+                on_completion(index, done[index])
         return [done[index] for index in begun]
 
     def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options as for `generate`."""
-        return _pieces(self._streamed(prompt, options))
+        return self._streamed(prompt, options).pieces()
 
     def stream_batch(
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
@@ -151,7 +162,7 @@ class Engine:
 
         Closing it early, or cancelling the task, waits for the present round at most; then the engine is free again.
         """
-        return _pieces_async(self._streamed(prompt, options))
+        return self._streamed(prompt, options).pieces_async()
 
     def _streamed(self, prompt: Prompt | Mapping[str, Any], options: Mapping[str, Any]) -> Job:
         """Return the job of a single text. Raises ValueError for several, or if the target cannot take it."""
@@ -217,9 +228,12 @@ class Engine:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones; empty if there is no tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.spelling.decode(tokens) if self.spelling else ""
+
+    @cached_property
+    def spelling(self) -> Spelling | None:
+        """The texts and bytes of the tokenizer's tokens; None if there is no tokenizer."""
+        return None if self.tokenizer is None else Spelling(self.tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -238,7 +252,7 @@ class Engine:
     @property
     def _encoder(self) -> Encoder:
         name = self.decoder.target.name
-        return Encoder(name, self.tokenizer, self.frame, self.media, limit=self.text_limit)
+        return Encoder(name, self.tokenizer, self.frame, self.media, limit=self.text_limit, spelling=self.spelling)
 
     @cached_property
     def text_limit(self) -> TextLimit | None:
@@ -252,7 +266,8 @@ class Engine:
         With `shared`, the requests run in one batch with those of other calls, as in a server, and each carries its own
         rule and gamma. Raises ValueError for impossible prompts and settings, TypeError for unknown options.
         """
-        call, settings = read_options(options)
+        call, settings = read_options(self.defaults.complete(options))
+        settings["model_processors"] = self.defaults.processors(call.max_new_tokens, settings)
         if call.decoder_prompt and self.frame is None:
             raise OptionError("decoder_prompt", "decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
@@ -265,27 +280,43 @@ class Engine:
             )
         if call.stops or call.echo:
             encoder.needed()  # to write the text
-        template = self._template(call, sampling(settings, call, self.eos, encoder, self.decoder.target.vocab))
+        sampler = sampling(settings, call, self.eos, encoder, self.decoder.target.vocab)
+        template = self._template(call, sampler)
         decoder = self._decoder(call)
         trees = isinstance(decoder.drafter, TreeDrafter)  # a grammar masks the nodes of trees like any other draft
         if not call.plain and (call.prediction or ("grammar" in settings and not trees)):
             decoder = replace(decoder, drafter=KnownFirst(decoder.drafter))
         if shared:
             template, decoder = self._self_contained(call, template), self.decoder
+        hidden = self.spelling.hidden if self.spelling else {}
+        text: dict[str, Any] = {"stops": tuple(call.stops), "hidden": hidden, "least": sampler.min_new_tokens}
         for index, (prompt, seed) in enumerate(zip(prompts, call.seeds(len(prompts)), strict=True)):
             encoded, media = encoder.read(prompt)
+            if call.prompt_logprobs is not None:
+                self._check_scoring(media)
             (ids, source), name = framed(self.frame, encoded), (*numbers(encoded), *(media.numbers if media else ()))
-            echo = encoder.text(prompt, encoded) if call.echo else ""
+            echo = encoder.text(prompt, encoded, self.decode) if call.echo else ""
             for _ in range(call.n):
                 # Of equal prompts with one seed, the first gets the text that it would get alone; the others differ.
                 key, copies[seed, *name] = request_key(name, copies[seed, *name]), copies[seed, *name] + 1
                 prompt_ids = (*ids, *call.decoder_prompt)
                 request = replace(template, prompt=prompt_ids, source=source, media=media, seed=seed, key=key)
-                generations.append(Generation(request, self.decode, tuple(call.stops), top=call.logprobs, echo=echo))
+                generations.append(Generation(request, self.decode, top=call.logprobs, echo=echo, **text))
             check_request(self.decoder.target, generations[-1].request, index)  # before the next one is encoded
         if self.exact_shape:
             self._fix_shape(call, [generation.request for generation in generations])
         return Job(decoder, call, generations)
+
+    def _check_scoring(self, media: Media | None) -> None:
+        """Raise ValueError for prompts whose tokens cannot be scored."""
+        name = self.decoder.target.name
+        for is_so, why in (
+            (self.frame is not None, f"{name} is an encoder-decoder, which reads its prompt as a source"),
+            (media is not None, "images and sounds stand for some of the tokens"),
+            (self.exact_shape, "exact_shape fixes the width of passes"),
+        ):
+            if is_so:
+                raise ValueError(f"prompt_logprobs is not possible, for {why}: leave it out.")
 
     def _template(self, call: Options, sampler: Sampling) -> Request:
         """Return the request from which a call's requests are copied, without prompt, source, images, seed, key."""
@@ -306,6 +337,7 @@ class Engine:
             gamma=MOST if prediction and call.gamma is None and not call.plain else None,
             max_time=call.max_time,
             beams=beams,
+            prompt_logprobs=call.prompt_logprobs,
         )
 
     def _self_contained(self, call: Options, template: Request) -> Request:
@@ -377,16 +409,3 @@ def _streamable(job: Job) -> Job:
             "num_beams", "num_beams has no text before its search has ended, so it cannot stream: use generate."
         )
     return job
-
-
-def _pieces(job: Job) -> Iterator[Piece]:
-    """Yield the pieces of a job with a single text."""
-    with closing(job.stream()) as stream:  # type: ignore[type-var]
-        for _, piece in stream:
-            yield piece
-
-
-async def _pieces_async(job: Job) -> AsyncIterator[Piece]:
-    async with aclosing(job.stream_async()) as stream:  # type: ignore[type-var]
-        async for _, piece in stream:
-            yield piece

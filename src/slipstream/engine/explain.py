@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from slipstream.core.round import Round
 
 
-TAIL = 8
-"""The number of earlier tokens that may change a token's text: those of an unfinished character, and one for spaces."""
-
 INCOMPLETE = "◌"  # a token that is a character only together with later ones
 END = "∎"  # an end-of-text token
 
@@ -81,7 +78,7 @@ class Story:
         self.spans: list[Span] = []
         self._decode = decode
         self._tokens = list(row.request.prompt)
-        self._reader = _primed(decode, self._tokens)
+        self._reader = Detokenizer(decode, self._tokens)
 
     def add(self, round: Round, place: int) -> RoundLine:
         """Add a round, in which the text is at `place` -> its line."""
@@ -106,7 +103,7 @@ class Story:
 
     def _proposed(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Return the text of tokens that follow the text so far and `before`."""
-        reader = _primed(self._decode, [*self._tokens, *before])
+        reader = Detokenizer(self._decode, [*self._tokens, *before])
         return "".join(_closed([self._shown(reader, token) for token in tokens]))
 
     def _read(self, token: int) -> str:
@@ -271,14 +268,6 @@ def breakdown(stats: Stats) -> Table:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _primed(decode: Decode, tokens: Sequence[int]) -> Detokenizer:
-    """Return a detokenizer that has read `tokens`."""
-    reader = Detokenizer(decode)
-    for token in tokens[-TAIL:]:
-        reader.push(token)
-    return reader
 
 
 def _lost(round: Round, place: int) -> Iterator[tuple[int, list[int]]]:

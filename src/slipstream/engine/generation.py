@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.core.law import Law
+from slipstream.core.logprobs import TokenLogprobs, token_logprobs
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
 from slipstream.text.detokenize import Decode, Transcript
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The natural logarithms of the probabilities of an emitted token, and of the most probable tokens in its place.
-
-    They are of the target's law that the token was really sampled from, after temperature, top-k and all processors;
-    -inf is a token that the law excludes. At temperature 0 that law is a point mass, whose logprobs would all be 0 or
-    -inf: there they are the log-softmax of the processed scores, of which the greatest is emitted.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # token and logprob, the most probable first
 
 
 @dataclass(frozen=True)
@@ -36,8 +23,9 @@ class Completion:
 
     `finish_reason` is "stop", "length", "error", "abort" or "interrupted". With "error", `error` says why no more
     tokens are possible. With "length", `context_full` is True if the target can hold no longer text, though
-    `max_new_tokens` is not reached. `logprobs` are those of each token, if they were requested. `score` is that of
-    beam search: the sum of the tokens' log-probabilities, divided by length ** length_penalty.
+    `max_new_tokens` is not reached. `logprobs` are those of each token, and `prompt_logprobs` those of each token of
+    the prompt but the first, if they were requested. `score` is that of beam search: the sum of the tokens'
+    log-probabilities, divided by length ** length_penalty.
     """
 
     text: str
@@ -49,6 +37,7 @@ class Completion:
     context_full: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
     score: float | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +62,9 @@ class Generation:
     """One text that is being written: a request, and the row in which it grows once a scheduler has taken it.
 
     Every round of the row is passed once: to `follow`, which makes pieces of it, or to `record`, if only the
-    `completion` is needed. `decode` turns tokens into text; the text ends before any of `stops`. `top` is how
-    many tokens besides the emitted one get their logprobs (None: not even that one), `echo` the text before all others.
+    `completion` is needed. `decode` turns tokens into text, without those in `hidden`; the text ends before any of
+    `stops` that is complete after `least` tokens. `top` is how many tokens besides the emitted one get their logprobs
+    (None: not even that one), `echo` the text before all others.
     """
 
     request: Request
@@ -83,17 +73,22 @@ class Generation:
     row: Row | None = None
     top: int | None = None
     echo: str = ""
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    least: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted tokens of each round
     _logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
-    _judge: Transcript | None = field(default=None, init=False)
+    _followed: int = field(default=0, init=False)  # tokens of the text that were made pieces of
     _transcript: Transcript = field(init=False)
 
     def __post_init__(self) -> None:
-        self._transcript, self._unsent = Transcript(self.decode, self.stops), self.echo
-        if self.stops:
-            # The round calls `stop` before the tokens reach `_transcript`: so the judge has a transcript of its own.
-            self._judge = judge = Transcript(self.decode, self.stops)
-            self.request = replace(self.request, stop=lambda tokens: judge.push(tokens[-1]))
+        self._transcript, self._unsent = self._new_transcript(), self.echo
+        if self.stops:  # the round calls `stop` for every token, before any of its tokens gets here
+            self.request = replace(self.request, stop=lambda tokens: self._transcript.push(tokens[-1]))
+
+    def _new_transcript(self) -> Transcript:
+        prompt, media = self.request.prompt, self.request.media
+        before = prompt if media is None else media.text(prompt)
+        return Transcript(self.decode, self.stops, before, self.hidden, self.least)
 
     def follow(self, round: Round, place: int) -> Iterator[Piece]:
         """Yield the pieces of a round in which the row ran at `place`, one for every token; see `Piece`."""
@@ -102,7 +97,9 @@ class Generation:
         for i, token in enumerate(tokens):
             last = bool(row.finish_reason) and i + 1 == len(tokens) and not row.error
             if token not in self.request.eos:
-                self._transcript.push(token)
+                self._followed += 1
+                if not self.stops:
+                    self._transcript.push(token)
             source = round.source(place, i)
             refused = round.refused(place) if source == "correction" else ()
             piece = self._piece(token, source, last, refused)
@@ -120,7 +117,7 @@ class Generation:
         nodes = range(len(tokens)) if round.verdict.path is None else round.verdict.path[place].tolist()
         # The law at position 0 stands after the pending token, that at j + 1 after the drafted token (or node) j.
         positions = [0, *(node + 1 for node in nodes)][: len(tokens)]
-        logprobs = _token_logprobs(_log_law(round.p, place, positions), tokens, self.top)
+        logprobs = token_logprobs(_log_law(round.p, place, positions), tokens, self.top)
         self._logprobs += logprobs
         return logprobs
 
@@ -133,7 +130,7 @@ class Generation:
         """Make the piece of an emitted token, with the text that became certain with it."""
         if last:
             self._transcript.finish()
-        text, self._unsent = self._unsent + self._transcript.take(final=last), ""
+        text, self._unsent = self._unsent + self._transcript.take(None if last else self._followed), ""
         return Piece(text, token, source, self.completion if last else None, refused)
 
     @property
@@ -142,15 +139,28 @@ class Generation:
         row, length = self.row, len(self.request.prompt if self.request.source is None else self.request.source)
         if row is None:
             return Completion(self.echo, (), "interrupted", Stats(), length)
-        if self._judge is None:
-            text = self.decode([token for token in row.output if token not in self.request.eos])
-        else:
-            self._judge.finish()
-            text = self._judge.text
-        text = self.echo + text
         reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)
-        tokens = tuple(row.output)
-        return Completion(text, tokens, reason, row.stats, length, row.error, row.context_full, logprobs)
+        scored = None if self.request.prompt_logprobs is None else tuple(row.prompt_logprobs)
+        about = (row.stats, length, row.error, row.context_full, logprobs)
+        return Completion(self.echo + self._text, tuple(row.output), reason, *about, prompt_logprobs=scored)
+
+    @property
+    def _text(self) -> str:
+        """The text of all tokens written so far, also of those of which no pieces were made."""
+        if not self.stops:
+            assert self.row is not None
+            left = [token for token in self.row.output if token not in self.request.eos][self._followed :]
+            self._followed += len(left)
+            self._transcript.extend(left)
+        self._transcript.finish()
+        return self._transcript.text
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of other tokens after the prompt, as those of a beam."""
+        transcript = self._new_transcript()
+        transcript.extend([token for token in tokens if token not in self.request.eos])
+        transcript.finish()
+        return transcript.text
 
 
 def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
@@ -163,14 +173,3 @@ def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
     certain = scores == math.inf  # a processor may force a token by an infinite score, for which softmax would give NaN
     forced = torch.where(certain, 0.0, -math.inf)
     return torch.where(certain.any(-1, keepdim=True), forced, scores).log_softmax(-1)
-
-
-def _token_logprobs(logs: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return the logprobs of tokens, one for each row of `logs` (tokens, vocab), and of the `top` most probable."""
-    own = logs.gather(-1, torch.tensor(tokens, dtype=torch.long, device=logs.device)[:, None])[:, 0].tolist()
-    best = logs.topk(min(top, logs.shape[-1]), dim=-1)
-    pairs = [
-        tuple(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
-        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    return [TokenLogprobs(*each) for each in zip(tokens, own, pairs, strict=True)]

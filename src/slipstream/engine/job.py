@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import dataclass
 
 from slipstream.decoding.decoder import Decoder
@@ -39,6 +39,8 @@ class Job:
                     for place, row in enumerate(round.rows)
                     for piece in begun[row.index].follow(round, place)
                 ]
+            if scored := [(index, one.end()) for index, one in begun.items() if not one.request.max_new_tokens]:
+                yield scored
 
     def stream(self) -> Iterator[tuple[int, Piece]]:
         """Yield all pieces as rounds complete, each with the index of its generation."""
@@ -59,3 +61,15 @@ class Job:
             closed = loop.run_in_executor(thread, rounds.close)  # type: ignore[attr-defined]
             thread.shutdown(wait=False)
             await asyncio.shield(closed)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of a job with a single text."""
+        with closing(self.stream()) as stream:  # type: ignore[type-var]
+            for _, piece in stream:
+                yield piece
+
+    async def pieces_async(self) -> AsyncIterator[Piece]:
+        """Yield the pieces of a job with a single text, for an event loop."""
+        async with aclosing(self.stream_async()) as stream:  # type: ignore[type-var]
+            async for _, piece in stream:
+                yield piece

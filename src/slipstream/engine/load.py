@@ -17,6 +17,7 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, Rule, rule
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter, paths_shape, read_tree
+from slipstream.engine.defaults import AUTO, Defaults
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.proposals import self_draft_proposal
@@ -52,6 +53,9 @@ def load(
     ("translation_en_to_de"), two languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a
     `tasks.Task`.
 
+    The model's `generation_config` ("auto") supplies what a call does not set, as for transformers' `generate`; another
+    one, or a folder, may be given instead, and "none" ignores it. `Engine.notes` list what it sets.
+
     A multimodal model also reads images or sounds if its processor is stored with it, or is given as `processor`; its
     draft reads the text without them.
 
@@ -84,8 +88,7 @@ def load(
     for another target.
     """
     how = target if isinstance(target, ModelOptions) else ModelOptions.of(target, draft, **options)
-    if made := _read_plan(how.plan):
-        made.check_target(source_name(how.target))
+    if made := _read_plan(how.plan, how.target):
         how = how.over(made.models)
     draft = "embedded" if how.target is how.draft is None else how.draft
     target, dtype = embedded(how.target, how.dtype)
@@ -100,14 +103,16 @@ def load(
     tokenizer = find_tokenizer(target, how.trust_remote_code) if how.tokenizer is None else how.tokenizer
     if made:
         made.check_target(None, scorer.vocab)
-    framing, eos = _frame(scorer, tokenizer, how.task, how.exact_shape), _eos(scorer.model, tokenizer)
+    own = Defaults.of(scorer.model, tokenizer, AUTO if how.generation_config is None else how.generation_config)
+    framing = _frame(scorer, tokenizer, how.task, how.exact_shape)
     ahead, verification = mode.of_draft(_graph_gammas(steering)), verification_on(scorer.device, mode)
     context = BuildContext(scorer, tokenizer, dtype, how.device, shape, mode=ahead, independent=bool(chosen.paths))
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=how.batch_size, verification=verification)
     media, notes = _media(target, scorer, how.processor)
-    notes += _notes(context, decoder, media is not None, proposes=draft is made is None)
-    engine = Engine(decoder, tokenizer, eos, chosen, how.exact_shape and draft is not None, notes, framing, media)
+    notes += [*_notes(context, decoder, media is not None, proposes=draft is made is None), *own.notes]
+    exact = how.exact_shape and draft is not None
+    engine = Engine(decoder, tokenizer, own.eos, chosen, exact, notes, framing, media, own)
     if how.compile:
         engine.warm_up()
     release_threads()  # generation may run in another thread
@@ -169,13 +174,15 @@ def _precision(quantize: str | Precision | None) -> Precision | None:
     return quantize if isinstance(quantize, Precision | None) else Precision.read(quantize)
 
 
-def _read_plan(plan: Any) -> Plan | None:
-    """Return the plan, read from its file if a path is given. Raises ValueError for anything else."""
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, str | Path):
+def _read_plan(plan: Any, target: Any) -> Plan | None:
+    """Return the plan, read from its file if a path is given. Raises ValueError for anything else, or other targets."""
+    if plan is None:
+        return None
+    if not isinstance(plan, str | Path | Plan):
         raise ValueError(f"plan={plan!r} is not possible: give a file that `slipstream plan --save` wrote, or a Plan.")
-    return Plan.read(plan)
+    made = plan if isinstance(plan, Plan) else Plan.read(plan)
+    made.check_target(source_name(target))
+    return made
 
 
 def _check_settings(how: ModelOptions, tree: Sequence[int] | None) -> None:
@@ -224,13 +231,3 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
 def _graph_gammas(steering: Controller) -> tuple[int, ...]:
     """Return the gammas for which graphs of whole drafts are compiled; empty if gamma is chosen while decoding."""
     return (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()
-
-
-def _eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text: those of the model's generation config, else of its tokenizer."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)

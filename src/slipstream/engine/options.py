@@ -37,7 +37,8 @@ class Options(CallFields):
 
     def __post_init__(self) -> None:
         for name, option in CALL.items():
-            if name != "seed":
+            only_scored = name == "max_new_tokens" and self.max_new_tokens == 0 and self.prompt_logprobs is not None
+            if name != "seed" and not only_scored:
                 option.check(getattr(self, name))
         self._check_seeds()
         self._check_ends()
@@ -67,6 +68,7 @@ class Options(CallFields):
         reasons = {
             "n": (self.n > 1, "beams are no samples: use num_return_sequences"),
             "logprobs": (self.logprobs is not None, "a beam has one score, which its answer carries"),
+            "prompt_logprobs": (self.prompt_logprobs is not None, "a search does not score its prompt"),
             "stop": (bool(self.stop), "beams end at tokens: use stop_token_ids"),
             "prediction": (self.prediction is not None, "beams do not copy from a prediction: use lookup as the draft"),
             "max_time": (self.max_time is not None, "a search that is broken off has no result: use max_new_tokens"),
@@ -171,12 +173,10 @@ def sampling(
     words, processors = settings.get("bad_words", ()), settings.get("processors", ())
     words = [words] if isinstance(words, str) else listed(words, "bad_words", "it is a list of texts or of ids")
     processors = [processors] if not isinstance(processors, Iterable) else list(processors)
-    frame = encoder.frame
-    bans = frame.bans(len(frame.begin) + len(asked.decoder_prompt)) if frame else ()
     made = {
         **settings,
         "bad_words": [form for word in words for form in encoder.spellings(word)],
-        "processors": (*bans, *processors),
+        "processors": tuple(processors),
     }
     result = Sampling(eos=asked.ends(eos), **made)
     banned = {token for word in result.bad_words for token in word}

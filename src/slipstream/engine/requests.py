@@ -25,6 +25,8 @@ from slipstream.engine.media import (
 )
 from slipstream.engine.text_limit import TextLimit
 from slipstream.models.media.processor import MediaProcessor
+from slipstream.text.detokenize import Decode
+from slipstream.text.spelling import Spelling
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -290,7 +292,8 @@ class Encoder:
     """Turns prompts into token ids or audio features, the input of a model.
 
     `name` is the model's, for messages; without a `tokenizer` only token ids are read. `frame` is the text around the
-    sources of an encoder-decoder, `media` is the processor that reads images and sounds, and `limit` is that of texts.
+    sources of an encoder-decoder, `media` is the processor that reads images and sounds, `limit` is that of texts, and
+    `spelling` says what the tokenizer's tokens write.
     """
 
     name: str
@@ -298,6 +301,7 @@ class Encoder:
     frame: SourceFrame | None = None
     media: MediaProcessor | None = None
     limit: TextLimit | None = None
+    spelling: Spelling | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, Media | None]:
         """Return token ids or audio features, as `__call__` does, and the media that some of the ids stand for."""
@@ -350,14 +354,14 @@ class Encoder:
         except Exception as error:  # chat templates are programs and may raise any error
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
-    def text(self, prompt: Prompt, ids: Source) -> str:
+    def text(self, prompt: Prompt, ids: Source, decode: Decode) -> str:
         """Return the text of a prompt, decoded from its `ids` if need be, for `echo`. Raises ValueError for audio."""
         prompt = prompt.text if isinstance(prompt, TextWithMedia) else prompt
         if isinstance(ids, Tensor):
             raise OptionError("echo", "echo is not possible for audio features, which have no text: leave it out.")
         if isinstance(prompt, str):
             return prompt
-        return self.needed().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return decode(ids)
 
     def needed(self) -> Any:
         """Return the tokenizer. Raises ValueError if there is none."""
@@ -366,12 +370,22 @@ class Encoder:
         return self.tokenizer
 
     def spellings(self, word: Any) -> list[list[int]]:
-        """Return the token ids of a banned word, with and without a space before it; given ids are one spelling."""
+        """Return the token ids of a banned word behind each sign, without those that only the sign needs."""
         if not isinstance(word, str):
             return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
             raise OptionError("bad_words", "bad_words holds an empty text: leave it out.")
-        return [self.needed().encode(form, add_special_tokens=False) for form in (word, f" {word}")]
+        forms, spelling = set[tuple[int, ...]](), self.spelling or Spelling(self.needed())
+        for sign in ("", *BEFORE_WORDS):
+            tokens = self.needed().encode(sign + word, add_special_tokens=False)
+            while tokens and b"".join(map(spelling.write, tokens[1:])).endswith(word.encode()):
+                tokens = tokens[1:]
+            forms.add(tuple(tokens))
+        return [list(form) for form in sorted(forms) if form]
+
+
+BEFORE_WORDS = " \n\t([{<>\"'`-/=:,.*_"
+"""The signs behind which a banned word is looked for: the tokens of a word depend on what is written before it."""
 
 
 def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-from transformers.generation import logits_process as hf
 
 from slipstream.core.source import SourceFrame
 
@@ -53,7 +49,7 @@ def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
     if task.tgt_lang is not None:
         forced = _language(tokenizer, task.tgt_lang)
     begin = (int(start), *([] if forced is None else [int(forced)]))
-    return SourceFrame(_prefix(model.config, task), begin, partial(_bans, settings))
+    return SourceFrame(_prefix(model.config, task), begin)
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
@@ -89,19 +85,3 @@ def _language(tokenizer: Any, name: str) -> int:
     if token is None or token == tokenizer.unk_token_id:
         raise ValueError(f"the tokenizer does not know the language {name!r}; its documentation lists how to write it.")
     return int(token)
-
-
-def _bans(settings: Any, begin: int) -> tuple[Any, ...]:
-    """Return processors that ban the tokens listed in the generation config, at all or as the first after `begin`."""
-    bans: list[Any] = []
-    if words := getattr(settings, "bad_words_ids", None):
-        bans.append(hf.NoBadWordsLogitsProcessor(words, eos_token_id=_many(settings.eos_token_id)))
-    if tokens := getattr(settings, "suppress_tokens", None):
-        bans.append(hf.SuppressTokensLogitsProcessor(tokens))
-    if tokens := getattr(settings, "begin_suppress_tokens", None):
-        bans.append(hf.SuppressTokensAtBeginLogitsProcessor(tokens, begin))
-    return tuple(bans)
-
-
-def _many(eos: int | Sequence[int] | None) -> list[int] | None:
-    return None if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -23,12 +23,11 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     check_limits(body, settings.limits)
     sent = {name: getattr(body, field, None) for name, field in REQUEST_FIELDS.items()}
     options = {name: value for name, value in sent.items() if value is not None}
-    options.setdefault("temperature", 1.0)
     options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
     salt = secrets.token_hex() if body.cache_prompt is False else body.cache_salt or ""
     options["cache_salt"] = f"{tenant}/{sha256(salt.encode()).hexdigest()}"  # the cache keeps it: it may be long
     if body.top_k == -1:  # off, as in vLLM
-        del options["top_k"]
+        options["top_k"] = 0
     if body.logit_bias:
         options["logit_bias"] = _biases(body.logit_bias)
     if body.prediction is not None:

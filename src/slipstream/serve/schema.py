@@ -192,7 +192,8 @@ class CompletionRequest(Decoding, Searched):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     suffix: str | None = Field(None, description="The text after the answer, for models that fill in.")
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, description="With echo, the prompt is scored too.")
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31, description="0, with echo, scores the prompt only.")
     best_of: int | None = Field(None, ge=1, description="Write so many, and answer with the n most probable ones.")
     use_beam_search: bool | None = Field(None, description="Search with best_of (or n) beams, and answer with n texts.")
 

@@ -27,6 +27,7 @@ from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.settings import Capacity, ServeSettings
 from slipstream.serve.worker import Ticket, Worker
+from slipstream.text.spelling import Spelling
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
@@ -79,11 +80,23 @@ class ServerState:
     @property
     def longest(self) -> int:
         """The most tokens of an answer that sets no limit of its own."""
-        return self.engine.decoder.target.context or LONGEST
+        own = self.engine.defaults.settings.get("max_new_tokens")
+        return own or self.engine.decoder.target.context or LONGEST
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of requests that set none: the model's own if it has one, else OpenAI's."""
+        return self.engine.defaults.settings.get("temperature", 1.0)
 
     def spell(self, token: int) -> str:
-        """Return the text of one token, special ones included; a part of a character is written as it is decoded."""
-        return self.engine.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        """Return the text of one token, special ones included; U+FFFD stands for a part of a character."""
+        return self.spelling.text(token)
+
+    @property
+    def spelling(self) -> Spelling:
+        """The texts and bytes of the model's tokens."""
+        assert self.engine.spelling is not None, "a model that is served has a tokenizer"
+        return self.engine.spelling
 
     def check_model(self, name: str | None) -> None:
         """Raise NotServed for the name of another model."""
@@ -148,6 +161,7 @@ class ServerState:
         texts, most = len(prompts) * (options.get("n") or 1), self.settings.max_queue
         if texts > most:
             raise BadRequest(f"the request asks for {texts} texts, but only {most} may wait: ask for fewer.", "n")
+        options = {"temperature": self.temperature, **options}
         try:
             tickets = await off_loop(request, self._submit, prompts, options)
         except ServeError:

@@ -1,33 +1,19 @@
-"""Compares two vocabularies: the bytes that each token writes, and the tokens that write the same in both.
-
-Everything is found with the tokenizers themselves: a way to read token names (GPT-2's alphabet of bytes,
-sentencepiece's mark for a space) is used only if it agrees with what the tokenizer decodes.
-"""
+"""Compares two vocabularies: the bytes that each token writes, and the tokens that write the same in both."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.core.protocols import Scorer
-from slipstream.text.detokenize import BROKEN
-
-PROBES = 256
-"""The number of tokens on which a way of reading names is checked."""
+from slipstream.text.spelling import BYTE, DecodedAfter, reading_of
 
 ABSENT = -1
 """The id that marks a token without a counterpart."""
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-Spelling = Callable[[str], bytes | None]
-"""A function from a token's name to the bytes that it writes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +46,7 @@ class Vocabulary:
         if not any(spelled.values()):
             raise ValueError("the tokenizer has no token that writes a character: it cannot be compared.")
         pieces = tuple(spelled.get(number) for number in range(max(names) + 1))
-        order = sorted(spelled, key=lambda number: (bool(_BYTE.fullmatch(names[number])), number))
+        order = sorted(spelled, key=lambda number: (bool(BYTE.fullmatch(names[number])), number))
         ids = {piece: number for number in reversed(order) if (piece := spelled[number])}
         return Vocabulary(tokenizer, pieces, ids, special, _prefix(tokenizer), _strips(tokenizer, ids))
 
@@ -138,68 +124,10 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
 
 def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
     """Find the bytes that ordinary tokens write, by the first reading of their names that decoding confirms."""
-    decoded = _Decoded(tokenizer, names)
-    for spelling in (_byte_level, _marked):
-        if decoded.confirm(spelling):
-            return {number: spelling(name) for number, name in names.items()}
+    decoded = DecodedAfter(tokenizer, names)
+    if reading := reading_of(decoded):
+        return {number: reading(name) for number, name in names.items()}
     return {number: decoded.piece(number) for number in names}
-
-
-class _Decoded:
-    """The text that a tokenizer decodes a token to, after an ordinary word."""
-
-    def __init__(self, tokenizer: Any, names: Mapping[int, str]) -> None:
-        self._decode = lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        self._names = names
-        words = (number for number in names if (text := self._decode([number])).isascii() and text.strip().isalpha())
-        self._word = next(words, next(iter(names), 0))
-        self._before = self._decode([self._word])
-
-    def piece(self, number: int) -> bytes | None:
-        """Return the bytes that a token adds; None if they are not whole characters, or change the text before."""
-        text = self._decode([self._word, number])
-        if not text.startswith(self._before) or BROKEN in text or len(text) == len(self._before):
-            return None
-        return text[len(self._before) :].encode()
-
-    def confirm(self, spelling: Spelling) -> bool:
-        """Return whether a spelling agrees with decoding, on tokens from the whole vocabulary."""
-        for number in sorted(self._names)[:: max(1, len(self._names) // PROBES)]:
-            spelled, decoded = spelling(self._names[number]), self.piece(number)
-            if spelled is None or (decoded is not None and decoded != spelled):
-                return False
-            if decoded is None and _is_text(spelled):
-                return False
-        return bool(self._names)
-
-
-def _is_text(piece: bytes) -> bool:
-    try:
-        return bool(piece.decode())
-    except UnicodeDecodeError:
-        return False
-
-
-@cache
-def _alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: printable bytes are themselves, the others are numbered from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _byte_level(name: str) -> bytes | None:
-    """Read a token's name in GPT-2's alphabet of bytes; None if it has other characters."""
-    try:
-        return bytes(map(_alphabet().__getitem__, name))
-    except KeyError:
-        return None
-
-
-def _marked(name: str) -> bytes | None:
-    """Read a sentencepiece name: a mark for a space, and single bytes by their number."""
-    byte = _BYTE.fullmatch(name)
-    return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
 
 
 def _prefix(tokenizer: Any) -> tuple[int, ...]:

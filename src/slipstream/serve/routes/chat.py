@@ -177,4 +177,4 @@ class _Answer:
         return "tool_calls" if reason == "stop" and self.called[index] else reason
 
     def _logprobs(self, logprobs: tuple[TokenLogprobs, ...] | None) -> answers.ChatLogprobs | None:
-        return for_chat(logprobs, self.state.spell) if logprobs is not None and self.body.logprobs else None
+        return for_chat(logprobs, self.state.spelling) if logprobs is not None and self.body.logprobs else None

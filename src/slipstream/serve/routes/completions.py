@@ -16,7 +16,7 @@ from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint
 from slipstream.serve.infill import infill_of
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
-from slipstream.serve.logprobs import for_text
+from slipstream.serve.logprobs import TextTokens
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.schema import UNLIMITED, CompletionRequest, StreamOptions
@@ -101,17 +101,28 @@ def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[s
     options.setdefault("max_new_tokens", state.longest if body.n_predict == UNLIMITED else DEFAULT_TOKENS)
     if (written := count_written(body, state.settings)) > (body.n or 1):
         options |= {"n": written, "logprobs": 0}  # log-probabilities decide which texts are in the answer
-    return options | _for_texts(body, state.settings.limits) | constraint(body, state)
+    return options | _for_texts(body, state.settings.limits) | _scoring(body, state) | constraint(body, state)
 
 
 def _for_texts(body: CompletionRequest, limits: Limits) -> dict[str, Any]:
-    """Return the options that only completions have: echo and logprobs. Raises BadRequest for too many logprobs."""
+    """Return the options that only completions have: echo and logprobs. Raises BadRequest for what is not possible."""
     options: dict[str, Any] = {"echo": True} if body.echo else {}
+    if body.max_tokens == 0 and not body.echo:
+        raise BadRequest("max_tokens=0 scores a prompt: it needs echo=true.", "max_tokens")
     if body.logprobs is None:
         return options
     if body.logprobs > limits.logprobs:
         raise BadRequest(f"logprobs={body.logprobs} is above the {limits.logprobs} that this server gives.", "logprobs")
     return options | {"logprobs": body.logprobs}
+
+
+def _scoring(body: CompletionRequest, state: ServerState) -> dict[str, Any]:
+    """Return the option that scores the prompt: for echo with logprobs, or without a token to write.
+
+    The text of an encoder-decoder is not continued from its prompt, so it has no scores.
+    """
+    wanted = 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
+    return {"prompt_logprobs": wanted} if body.echo and wanted is not None and state.engine.frame is None else {}
 
 
 class _Answer:
@@ -121,7 +132,7 @@ class _Answer:
         self.state, self.body, self.call = state, body, call
         self.heading = Heading.new("cmpl", state.model)
         self.explainer = Explainer(state.spell, speculation(body).explain)
-        self.offsets = [0] * len(call.tickets)  # characters that were sent before, of each answer
+        self.tokens = [TextTokens(state.spelling, body.logprobs or 0, ticket.generation) for ticket in call.tickets]
 
     async def whole(self) -> answers.CompletionAnswer:
         """Wait for all completions, and return the answer."""
@@ -165,17 +176,13 @@ class _Answer:
         """Return the part that the pieces of a round add to one of the answers."""
         completion = pieces[-1].completion
         logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
-        choice = answers.TextChoice(
+        return answers.TextChoice(
             index=index,
             text="".join(piece.text for piece in pieces),
-            logprobs=self._logprobs(index, logprobs or None),
+            logprobs=self._logprobs(index, logprobs if logprobs or completion else None),
             finish_reason=finish_reason(completion) if completion else None,
             explained=self.explainer(pieces),
         )
-        self.offsets[index] += len(choice.text)
-        return choice
 
-    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:
-        if logprobs is None or self.body.logprobs is None:
-            return None
-        return for_text(logprobs, self.state.spell, self.offsets[index], self.body.logprobs)
+    def _logprobs(self, index: int, found: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:
+        return None if found is None or self.body.logprobs is None else self.tokens[index].read(found)

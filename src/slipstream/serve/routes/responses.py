@@ -117,7 +117,7 @@ class _Answer:
             status=status,
             instructions=body.instructions,
             metadata=body.metadata or {},
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=self.state.temperature if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             max_output_tokens=body.max_output_tokens,
             **{"output": [], **fields},
