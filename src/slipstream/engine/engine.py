@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.core.draws import request_key
-from slipstream.core.media import Media
 from slipstream.core.protocols import Shape
 from slipstream.core.request import Request
 from slipstream.core.round import Round
@@ -32,7 +31,7 @@ from slipstream.engine.beams import BeamTexts
 from slipstream.engine.defaults import Defaults
 from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
-from slipstream.engine.options import Options, check_callback, read_options, sampling
+from slipstream.engine.options import Options, check_callback, check_scoring, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
 from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.transcription import Transcriber
@@ -293,7 +292,7 @@ class Engine:
         for index, (prompt, seed) in enumerate(zip(prompts, call.seeds(len(prompts)), strict=True)):
             encoded, media = encoder.read(prompt)
             if call.prompt_logprobs is not None:
-                self._check_scoring(media)
+                check_scoring(self.decoder.target.name, self.frame is not None, media is not None, self.exact_shape)
             (ids, source), name = framed(self.frame, encoded), (*numbers(encoded), *(media.numbers if media else ()))
             echo = encoder.text(prompt, encoded, self.decode) if call.echo else ""
             for _ in range(call.n):
@@ -306,17 +305,6 @@ class Engine:
         if self.exact_shape:
             self._fix_shape(call, [generation.request for generation in generations])
         return Job(decoder, call, generations)
-
-    def _check_scoring(self, media: Media | None) -> None:
-        """Raise ValueError for prompts whose tokens cannot be scored."""
-        name = self.decoder.target.name
-        for is_so, why in (
-            (self.frame is not None, f"{name} is an encoder-decoder, which reads its prompt as a source"),
-            (media is not None, "images and sounds stand for some of the tokens"),
-            (self.exact_shape, "exact_shape fixes the width of passes"),
-        ):
-            if is_so:
-                raise ValueError(f"prompt_logprobs is not possible, for {why}: leave it out.")
 
     def _template(self, call: Options, sampler: Sampling) -> Request:
         """Return the request from which a call's requests are copied, without prompt, source, images, seed, key."""

@@ -202,6 +202,17 @@ def sampling(
     return result
 
 
+def check_scoring(model: str, encodes: bool, media: bool, exact_shape: bool) -> None:
+    """Raise ValueError for a prompt whose tokens cannot be scored."""
+    for is_so, why in (
+        (encodes, f"{model} is an encoder-decoder, which reads its prompt as a source"),
+        (media, "images and sounds stand for some of its tokens"),
+        (exact_shape, "exact_shape fixes the width of passes"),
+    ):
+        if is_so:
+            raise ValueError(f"prompt_logprobs is not possible, for {why}: leave it out.")
+
+
 def check_callback(name: str, value: object) -> None:
     """Raise ValueError for a value that is neither callable nor None."""
     if value is not None and not callable(value):

@@ -291,9 +291,8 @@ def shown(value: Any) -> str:
 class Encoder:
     """Turns prompts into token ids or audio features, the input of a model.
 
-    `name` is the model's, for messages; without a `tokenizer` only token ids are read. `frame` is the text around the
-    sources of an encoder-decoder, `media` is the processor that reads images and sounds, `limit` is that of texts, and
-    `spelling` says what the tokenizer's tokens write.
+    `name` is for messages; without a `tokenizer` only token ids are read. `frame` is the text around the sources of an
+    encoder-decoder, `media` reads images and sounds, `limit` is that of texts, `spelling` says what tokens write.
     """
 
     name: str
@@ -375,11 +374,11 @@ class Encoder:
             return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
             raise OptionError("bad_words", "bad_words holds an empty text: leave it out.")
-        forms, spelling = set[tuple[int, ...]](), self.spelling or Spelling(self.needed())
+        forms, written = set[tuple[int, ...]](), (self.spelling or Spelling(self.needed())).write
         for sign in ("", *BEFORE_WORDS):
             tokens = self.needed().encode(sign + word, add_special_tokens=False)
-            while tokens and b"".join(map(spelling.write, tokens[1:])).endswith(word.encode()):
-                tokens = tokens[1:]
+            while tokens and b"".join(map(written, tokens[1:])).endswith(word.encode()):
+                del tokens[0]
             forms.add(tuple(tokens))
         return [list(form) for form in sorted(forms) if form]
 
