@@ -376,15 +376,14 @@ class Encoder:
             raise OptionError("bad_words", "bad_words holds an empty text: leave it out.")
         forms, written = set[tuple[int, ...]](), (self.spelling or Spelling(self.needed())).write
         for sign in ("", *BEFORE_WORDS):
-            tokens = self.needed().encode(sign + word, add_special_tokens=False)
+            tokens = tuple(self.needed().encode(sign + word, add_special_tokens=False))
             while tokens and b"".join(map(written, tokens[1:])).endswith(word.encode()):
-                del tokens[0]
-            forms.add(tuple(tokens))
-        return [list(form) for form in sorted(forms) if form]
+                tokens = tokens[1:]
+            forms |= {tokens} - {()}
+        return list(map(list, sorted(forms)))
 
 
-BEFORE_WORDS = " \n\t([{<>\"'`-/=:,.*_"
-"""The signs behind which a banned word is looked for: the tokens of a word depend on what is written before it."""
+BEFORE_WORDS = " \n\t([{<>\"'`-/=:,.*_"  # the tokens of a banned word depend on the sign before it
 
 
 def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:
