@@ -109,7 +109,7 @@ def _quantized_shape(
 
 
 def _rows_shape(features: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> Tensor:
-    return scales.new_empty((len(features), others[-1]), dtype=torch.float32)
+    return scales.new_empty((features.shape[0], others[-1]), dtype=torch.float32)  # a length may be a symbol
 
 
 def _quantized_shapes(inputs: Tensor, *layers: Any) -> Tensor:

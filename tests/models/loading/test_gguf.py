@@ -300,6 +300,17 @@ def test_plain_and_speculative_texts_of_it_are_equal(tmp_path: Path) -> None:
         slipstream.load(tmp_path / "tiny.gguf", quantize="int8")
 
 
+@pytest.mark.slow
+def test_it_compiles_with_the_same_texts(tmp_path: Path) -> None:
+    """Without a warning, which would be an error here: embeddings in codes take texts of any length."""
+    written(plain(tied=True, width=256), tmp_path / "tiny.gguf", "Q4_K")
+    engine = slipstream.load(tmp_path / "tiny.gguf", "lookup", compile=True, gamma=2)
+    fast, slow = (
+        engine.generate([[5, 17, 42, 5, 17]], max_new_tokens=20, temperature=0, plain=each) for each in (False, True)
+    )
+    assert fast[0].tokens == slow[0].tokens
+
+
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
