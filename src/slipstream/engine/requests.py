@@ -374,16 +374,13 @@ class Encoder:
             return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
             raise OptionError("bad_words", "bad_words holds an empty text: leave it out.")
-        forms, written = set[tuple[int, ...]](), (self.spelling or Spelling(self.needed())).write
-        for sign in ("", *BEFORE_WORDS):
+        written, forms = (self.spelling or Spelling(self.needed())).write, set[tuple[int, ...]]()
+        for sign in ("", *" \n\t([{<>\"'`-/=:,.*_"):  # the tokens depend on what is before the word
             tokens = tuple(self.needed().encode(sign + word, add_special_tokens=False))
             while tokens and b"".join(map(written, tokens[1:])).endswith(word.encode()):
                 tokens = tokens[1:]
             forms |= {tokens} - {()}
         return list(map(list, sorted(forms)))
-
-
-BEFORE_WORDS = " \n\t([{<>\"'`-/=:,.*_"  # the tokens of a banned word depend on the sign before it
 
 
 def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:
