@@ -18,7 +18,7 @@ export DEMO_PROMPT
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test pytest test-newest test-oldest format paper figures wheel test-wheel arm64 clean
+.PHONY: help demo serve test pytest test-newest test-oldest size format paper figures wheel test-wheel arm64 clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ test-oldest: build/oldest.txt ## Run the tests with the lower bounds of pyprojec
 # With other bounds the environment is made anew: pip would leave what only the old ones needed.
 build/oldest.txt: pyproject.toml tests/bounds.py
 	@rm -rf .venv-oldest && mkdir -p build && $(PYTHON) tests/bounds.py > $@
+
+size: ## Count what the project consists of, beside the ceilings that only fall
+	@$(PYTHON) tests/size.py
 
 format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff check --fix .

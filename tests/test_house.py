@@ -22,6 +22,7 @@ from types import ModuleType
 
 import pytest
 
+import size
 from bounds import pins, requirements
 
 ROOT = Path(__file__).parents[1]
@@ -486,6 +487,17 @@ def lines(count: int, name: str = "f") -> str:
 
 
 ROUND = lines(25, "play_round")
+
+
+def test_the_project_stays_within_its_size() -> None:
+    assert {name: figure for name, figure in size.measured().items() if figure > size.CEILINGS[name]} == {}
+
+
+def test_counters_catch() -> None:
+    assert size.shared_names(["class A: ...", "class B: ...\nclass A: ..."]) == ["A"]
+    assert size.shared_names(["class A: ...\nclass A: ..."]) == []  # one module's own business, which mypy looks after
+    assert size.helpers("def _a(): ...\ndef _b(): ...\ndef c(): _a(), _b(), _b()\ndef __len__(): ...") == (4, 1)
+    assert size.arrows() > {("cli", "engine"), ("engine", "core")}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Counts how large the project is; `make size` prints the table, and `test_house` holds its ceilings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "slipstream"
+
+# What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
+CEILINGS = {
+    "lines in src/slipstream": 47_748,
+    "lines of tests": 39_563,
+    "files that name a sampling option (min_p)": 8,
+    "files that name a loading option (encoder_dtype)": 11,
+    "words in README": 900,
+    "words in docs/": 35_000,
+    "class names that mean several things": 2,
+    "private helpers called once, in percent of functions": 19,
+    "rooms": 22,
+    "arrows between rooms": 114,
+}
+
+
+def lines(*folders: Path) -> int:
+    """Return the number of lines of code files in these folders."""
+    files = (path for folder in folders for kind in ("*.py", "*.cpp", "*.h") for path in folder.rglob(kind))
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+def words(*files: Path) -> int:
+    """Return the number of words in these files."""
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in files)
+
+
+def naming(word: str) -> int:
+    """Return the number of source files in which this name stands."""
+    return sum(bool(re.search(rf"\b{word}\b", path.read_text(encoding="utf-8"))) for path in SOURCE.rglob("*.py"))
+
+
+def shared_names(sources: list[str]) -> list[str]:
+    """Return the names that classes of several modules have."""
+    trees = (ast.walk(ast.parse(source)) for source in sources)
+    found = Counter(name for tree in trees for name in {node.name for node in tree if isinstance(node, ast.ClassDef)})
+    return sorted(name for name, modules in found.items() if modules > 1)
+
+
+def helpers(source: str) -> tuple[int, int]:
+    """Return how many functions a module has, and how many private ones its code names just once."""
+    named, functions = Counter[str](), list[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name | ast.Attribute):
+            named[node.id if isinstance(node, ast.Name) else node.attr] += 1
+        elif isinstance(node, ast.FunctionDef):
+            functions.append(node.name)
+    return len(functions), sum(named[name] == 1 and re.match(r"_[a-z]", name) is not None for name in functions)
+
+
+def arrows(package: Path = SOURCE) -> set[tuple[str, str]]:
+    """Return the pairs of rooms (what lies directly below `package`) of which the first imports the second."""
+    found = set()
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slipstream."):
+                found.add((room, str(node.module).split(".")[1]))
+    return {(one, other) for one, other in found if one != other}
+
+
+def measured() -> dict[str, int]:
+    """Return the figures of the project by the names of `CEILINGS`."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))]
+    functions, once = (sum(column) for column in zip(*map(helpers, sources), strict=True))
+    rooms = {pair for arrow in arrows() for pair in arrow}
+    figures = (
+        lines(SOURCE),
+        lines(ROOT / "tests", ROOT / "reproduction" / "tests"),
+        naming("min_p"),
+        naming("encoder_dtype"),
+        words(ROOT / "README.md"),
+        words(*(ROOT / "docs").rglob("*.md")),
+        len(shared_names(sources)),
+        round(100 * once / functions),
+        len(rooms),
+        len(arrows()),
+    )
+    return dict(zip(CEILINGS, figures, strict=True))
+
+
+if __name__ == "__main__":
+    for name, figure in measured().items():
+        print(f"{name:52} {figure:7,d} of at most {CEILINGS[name]:7,d}")
