@@ -218,7 +218,7 @@ class Engine:
 
         Raises ValueError for a prompt that is empty or too long, and for a text without a tokenizer.
         """
-        ids, media = self._encoder.read(read_prompt(prompt))
+        ids, media = self.encoder.read(read_prompt(prompt))
         if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
         begin, source = framed(self.frame, ids)
@@ -246,12 +246,12 @@ class Engine:
 
     def new_grammars(self, limits: GrammarLimits | None = None) -> Grammars:
         """Make another maker of grammars, like `grammars` but with the given limits."""
-        return Grammars(self._encoder.needed(), self.decoder.target.vocab, self.eos, limits)
+        return Grammars(self.encoder.needed(), self.decoder.target.vocab, self.eos, limits)
 
     @property
-    def _encoder(self) -> Encoder:
-        name = self.decoder.target.name
-        return Encoder(name, self.tokenizer, self.frame, self.media, limit=self.text_limit, spelling=self.spelling)
+    def encoder(self) -> Encoder:
+        """What turns prompts into tokens."""
+        return Encoder(self.decoder.target.name, self.tokenizer, self.frame, self.media, self.text_limit, self.spelling)
 
     @cached_property
     def text_limit(self) -> TextLimit | None:
@@ -269,7 +269,7 @@ class Engine:
         settings["model_processors"] = self.defaults.processors(call.max_new_tokens, settings)
         if call.decoder_prompt and self.frame is None:
             raise OptionError("decoder_prompt", "decoder_prompt is for encoder-decoders: write it into the prompt.")
-        encoder, generations, copies = self._encoder, list[Generation](), Counter[tuple[int, ...]]()
+        encoder, generations, copies = self.encoder, list[Generation](), Counter[tuple[int, ...]]()
         for option in ("stop", "bad_words", "prediction"):
             if self.text_limit is not None:
                 self.text_limit.check(options.get(option), option)
@@ -310,7 +310,7 @@ class Engine:
         """Return the request from which a call's requests are copied, without prompt, source, images, seed, key."""
         prediction = ()
         if call.prediction:
-            prediction = tuple(self._encoder.needed().encode(call.prediction, add_special_tokens=False))
+            prediction = tuple(self.encoder.needed().encode(call.prediction, add_special_tokens=False))
         beams = call.beams
         if beams is not None and not sampler.greedy:
             beams, sampler = replace(beams, do_sample=True), sampler.for_beams()

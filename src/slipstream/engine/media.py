@@ -89,3 +89,17 @@ def media_in(messages: Sequence[Any]) -> Iterator[Modality]:
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return (modality for part in parts if (modality := part_modality(part)))
+
+
+def in_parts(message: Mapping[str, Any], rate: int) -> dict[str, Any]:
+    """Return a message in the form of processors' chat templates: content in parts, images and sounds opened."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    parts = [
+        media_part(modality, open_medium(modality, part_content(part, "the prompt"), rate))
+        if (modality := part_modality(part))
+        else part
+        for part in content or ()
+    ]
+    return {**message, "content": parts} if parts else dict(message)

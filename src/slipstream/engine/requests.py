@@ -14,9 +14,11 @@ from torch import Tensor
 from slipstream.core.media import Media, Modality, named, only
 from slipstream.core.source import Source, SourceFrame
 from slipstream.core.values import OptionError, is_whole
+from slipstream.engine.chat_template import WITHHELD, ChatTemplate, template_of
 from slipstream.engine.media import (
     FIELDS,
     TextWithMedia,
+    in_parts,
     media_in,
     media_part,
     open_medium,
@@ -54,12 +56,6 @@ ALLOWED = (
 
 MOST = 1 << 32
 """An exclusive upper bound of token ids; larger ids in a prompt are refused."""
-
-WITHHELD = (
-    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
-)
-"""Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set."""
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------
@@ -187,7 +183,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
         content = [_part(part, where) for part in content or ()]
     elif in_parts:
         content = "\n".join(part["text"] for part in content or ())
-    complete = isinstance(content, str) or in_parts or (content is None and "tool_calls" in message)
+    complete = isinstance(content, str) or in_parts or (content is None and message.get("role") == "assistant")
     if not isinstance(message.get("role"), str) or not complete:
         raise ValueError(
             f'{where} holds {shown(message)}, but a message of a chat has a "role" and a "content", which is a '
@@ -316,8 +312,8 @@ class Encoder:
                 for modality, items in prompt.media.items()
             }
             return processor.text(prompt.text, opened)
-        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast(Sequence[Message], prompt)), "the prompt")
-        messages = [_in_parts(message, processor) for message in chat.messages]
+        chat = self._fitted(prompt)
+        messages = [in_parts(message, processor.rate) for message in chat.messages]
         try:
             return processor.chat(messages, chat.tools, dict(chat.template_kwargs or {}))
         except Exception as error:  # chat templates are programs and may raise any error
@@ -343,15 +339,30 @@ class Encoder:
         tokenizer = self.needed()
         if isinstance(prompt, str):
             return tuple(tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"])
-        if not tokenizer.chat_template:
-            raise ValueError(f"{self.name} has no chat template; pass the prompt as text.")
-        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast(Sequence[Message], prompt)), "the prompt")
+        chat = self._fitted(prompt)
         variables = {"add_generation_prompt": True, **(chat.template_kwargs or {})}
         try:
             ids = tokenizer.apply_chat_template(list(chat.messages), tools=chat.tools, return_dict=False, **variables)
             return tuple(ids)
         except Exception as error:  # chat templates are programs and may raise any error
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, of the processor if that has one; None if there is none."""
+        return template_of(self.tokenizer, self.media)
+
+    def _fitted(self, prompt: Any) -> Chat:
+        """Return a chat with its messages as the chat template takes them.
+
+        Raises ValueError without a chat template, and for tools that it ignores.
+        """
+        if self.template is None:
+            raise ValueError(f"{self.name} has no chat template; pass the prompt as text.")
+        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(prompt), "the prompt")
+        if chat.tools:
+            self.template.check_tools(self.name)
+        return replace(chat, messages=self.template.fit(chat.messages))
 
     def text(self, prompt: Prompt, ids: Source, decode: Decode) -> str:
         """Return the text of a prompt, decoded from its `ids` if need be, for `echo`. Raises ValueError for audio."""
@@ -381,17 +392,3 @@ class Encoder:
                 tokens = tokens[1:]
             forms |= {tokens} - {()}
         return list(map(list, sorted(forms)))
-
-
-def _in_parts(message: Message, processor: MediaProcessor) -> dict[str, Any]:
-    """Return a message in the form of processors' chat templates: content in parts, images and sounds opened."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    parts = [
-        media_part(modality, open_medium(modality, part_content(part, "the prompt"), processor.rate))
-        if (modality := part_modality(part))
-        else part
-        for part in content or ()
-    ]
-    return {**message, "content": parts} if parts else dict(message)

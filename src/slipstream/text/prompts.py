@@ -132,7 +132,11 @@ def _utf8(data: bytes) -> str:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value)
+    return isinstance(value, list) and all(isinstance(x, dict) and _is_message(x) for x in value)
+
+
+def _is_message(value: dict[str, Any]) -> bool:
+    return "role" in value and ("content" in value or value["role"] == "assistant")  # which may call tools instead
 
 
 def _is_ids(value: Any) -> bool:

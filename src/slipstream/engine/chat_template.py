@@ -1,0 +1,156 @@
+"""`ChatTemplate`: which forms of messages a model's chat template takes, and the messages of a chat in these forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from typing import Any
+
+from slipstream.core.values import OptionError
+from slipstream.text.jsontext import json_text
+
+Message = Mapping[str, Any]
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names that clients and chat templates have for the reasoning in a message of the assistant."""
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+"""A tool to render a template with, to see whether it writes tools."""
+
+WITHHELD = (
+    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
+)
+"""Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set."""
+
+
+class ChatTemplate:
+    """The chat template of `owner`, a tokenizer or a processor: what it takes is found out by rendering it.
+
+    A processor's template takes contents in `parts`.
+    """
+
+    def __init__(self, owner: Any, parts: bool = False) -> None:
+        self._owner, self._parts = owner, parts
+        template = owner.chat_template
+        self._source = "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+    def fit(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages, as any client writes them, in the forms that the template takes.
+
+        Every message gets a content, "" if it has none; the arguments of calls are objects, or JSON text for a template
+        that joins texts; results have the names of their functions; fields that are None, and empty lists of calls,
+        are left out. `developer` becomes `system`, and reasoning gets the template's name for it, or is left out,
+        where the template has no such name.
+        """
+        return list(self._fitted(messages))
+
+    def _fitted(self, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+        functions: dict[Any, Any] = {}  # names by the ids of the calls so far
+        for message in messages:
+            fitted = {name: value for name, value in message.items() if value is not None and name not in REASONING}
+            calls = [self._call(call) for call in fitted.pop("tool_calls", ())]
+            if fitted["role"] == "developer" and "developer" not in self._source:
+                fitted["role"] = "system"
+            fitted.setdefault("content", fitted.get("refusal", ""))
+            reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+            if reasoning and self._reasoning:
+                fitted[self._reasoning] = reasoning
+            if calls:
+                fitted["tool_calls"] = calls
+                functions |= {call.get("id"): _function(call).get("name") for call in calls}
+            if fitted["role"] == "tool" and functions.get(fitted.get("tool_call_id")):
+                fitted.setdefault("name", functions[fitted["tool_call_id"]])
+            yield fitted
+
+    def _call(self, call: Message) -> dict[str, Any]:
+        """Return a call of a tool with its arguments in the form that the template takes."""
+        function = _function(call)
+        arguments = function.get("arguments")
+        if self._objects and isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):  # what is not JSON stays as it is
+                parsed = json.loads(arguments or "{}")
+                arguments = parsed if isinstance(parsed, dict) else arguments
+        elif not self._objects and isinstance(arguments, Mapping):
+            arguments = json_text(arguments, ensure_ascii=False)
+        function = {**function, "arguments": arguments}
+        return {**call, "function": function} if "function" in call else function
+
+    # ---- what it takes ----
+
+    def check_tools(self, name: str) -> None:
+        """Raise OptionError if the template, that of the model of this name, ignores tools."""
+        if not self.takes_tools:
+            raise OptionError(
+                "tools",
+                f"tools are given, but the chat template of {name} does not write them, so the model would not "
+                "know them: leave them out, or give a chat template that has tools.",
+            )
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether tools change what the template writes."""
+        chats = [self._message("user")], [self._message("system"), self._message("user")]
+        return any(self._rendered(chat) != self._rendered(chat, [TOOL]) for chat in chats)
+
+    @cached_property
+    def _objects(self) -> bool:
+        """Whether the arguments of calls are objects: text if objects fail, or come out as Python writes them."""
+        written = self._with_call({"key": "value"})
+        if written is not None and "'key'" not in written:
+            return True
+        return self._with_call('{"key": "value"}') is None
+
+    @cached_property
+    def _reasoning(self) -> str | None:
+        """The template's name for reasoning; None if it has none."""
+        return next((name for name in REASONING if re.search(rf"\b{name}\b", self._source)), None)
+
+    def _with_call(self, arguments: Any) -> str | None:
+        """Return a chat with a call of these arguments as the template writes it."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        asked = {**self._message("assistant", ""), "tool_calls": [call]}
+        result = {**self._message("tool"), "name": "probe", "tool_call_id": "000000000"}
+        return self._rendered([self._message("user"), asked, result], [TOOL])
+
+    def _message(self, role: str, text: str = "x") -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if self._parts else text}
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str | None:
+        """Return what the template writes; None if it refuses the messages."""
+        try:
+            return str(
+                self._owner.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
+            )
+        except Exception:  # chat templates are programs and may raise any error
+            return None
+
+
+def template_of(tokenizer: Any, media: Any) -> ChatTemplate | None:
+    """Return the chat template of a `MediaProcessor`, or else of a tokenizer; None if there is none."""
+    in_parts = media is not None and media.chats
+    owner = media.processor if in_parts else tokenizer
+    source = getattr(owner, "chat_template", None)
+    return _known(owner, str(source), in_parts) if source else None
+
+
+@lru_cache(maxsize=8)
+def _known(owner: Any, source: str, parts: bool) -> ChatTemplate:
+    """Return a chat template, which is looked at once unless its source changes."""
+    return ChatTemplate(owner, parts)
+
+
+def _function(call: Message) -> Message:
+    """Return the function of a call, which some clients write without the object around it."""
+    function = call.get("function", call)
+    return function if isinstance(function, Mapping) else {}
