@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,26 +14,73 @@ from transformers import AutoTokenizer
 from slipstream.core.stats import Stats
 from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.load import EMBEDDED
-from slipstream.serve.response_format import response_parser
-from slipstream.serve.tools import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message
-from toys import Family, tiny
+from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message, joined
+from slipstream.serve.response_format import AnswerForm
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
-QWEN = Family(
-    "Qwen2Config", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, {}
-)
-LLAMA = Family(
-    "LlamaConfig", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, {}
-)
-
-
-def pieces(text: str, tokenizer: Any) -> list[Piece]:
-    """A text as the pieces of a stream, a token each."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    done = Completion(text, tuple(ids), "stop", Stats(), 1)
-    texts = [tokenizer.decode(ids[: i + 1])[len(tokenizer.decode(ids[:i])) :] for i in range(len(ids))]
-    last = len(ids) - 1
-    return [Piece(texts[i], token, "draft", done if i == last else None) for i, token in enumerate(ids)]
+HARMONY = {
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "content": {"open": "<|channel|>final<|message|>", "close": ["<|return|>", "<|end|>"]},
+        "tool_calls": {
+            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+) <\|message\|>",
+            "close": "<|call|>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+"""A form in the way of gpt-oss: nothing is content unless a mark says so."""
+LISTS = {
+    "start_anchor": "[/INST]",
+    "fields": {
+        "tool_calls": {
+            "open": "[TOOL_CALLS]",
+            "content": "json",
+            "transform_each": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        },
+        "content": {"close": "</s>"},
+    },
+}
+"""A form in the way of Mistral: a list of calls up to the end."""
+CALL = '{"name": "add", "arguments": {"a": 7}}'
+GEMMA = '<|tool_call>call:add{a:7,b:<|"|>x<|"|>}<tool_call|>'
+FORMS: dict[str, tuple[str, Any, str, list[str]]] = {
+    "qwen3": (
+        "qwen3",
+        None,
+        "<think>let me see</think>Now:" + "".join(f"\n<tool_call>{CALL.replace('7', a)}</tool_call>" for a in "78"),
+        ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        None,
+        "<think>let me see</think>Now:"
+        + "".join(
+            f"\n<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n</function>\n</tool_call>"
+            for a in (7, 8)
+        ),
+        ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>"],
+    ),
+    "gemma4": (
+        "gemma4",
+        None,
+        f"<|channel>thought\nlet me see<channel|>Now:{GEMMA}{GEMMA.replace('7', '8')}",
+        ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
+    ),
+    "harmony": (
+        "llama",
+        HARMONY,
+        "<|channel|>analysis<|message|>let me see<|end|><|channel|>final<|message|>Now:<|end|>"
+        + "".join(f'<|channel|>commentary to=functions.add <|message|>{{"a": {a}}}<|call|>' for a in (7, 8)),
+        ["<|channel|>", "<|message|>", "<|end|>", "<|call|>"],
+    ),
+    "lists": ("llama", LISTS, f"Now:[TOOL_CALLS] [{CALL}, {CALL.replace('7', '8')}]", ["[TOOL_CALLS]"]),
+}
+"""By family: the type of its models, its form if transformers does not know it by that, a text, its marks."""
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +88,243 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(EMBEDDED / "target")
 
 
-def read(reader: Reader, text: str, tokenizer: Any) -> Any:
-    """The message that a reader makes of a text."""
-    return as_message([delta for piece in pieces(text, tokenizer) for delta in reader.read(piece)])
+def form(family: str) -> AnswerForm:
+    """The form of a family's answers."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
+    kind, tokenizer.response_template = FORMS[family][:2]
+    found = AnswerForm.of(model(kind), tokenizer, [ADD])
+    assert found is not None
+    return found
 
 
-def test_the_form_of_a_family_is_read(tokenizer: Any) -> None:
-    prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    parser = response_parser(tiny(QWEN), tokenizer, prompt, [ADD])
-    reader = ByFamily(parser, lambda tokens: tokenizer.decode(tokens))
-    calls = '<tool_call>{"name": "add", "arguments": {"a": 7}}</tool_call>'
-    message = read(reader, f"<think>let me see</think>Now:\n{calls}\n{calls.replace('7', '8')}", tokenizer)
-    assert message.reasoning_content == "let me see" and message.content == "Now:"
-    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 7}, {"a": 8}]
-    assert [call.function.name for call in message.tool_calls] == ["add", "add"]
-    assert len({call.id for call in message.tool_calls}) == 2
+def model(kind: str) -> Any:
+    """Stands for a model of a type."""
+    return SimpleNamespace(config=SimpleNamespace(model_type=kind))
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def family(request: pytest.FixtureRequest) -> tuple[str, AnswerForm]:
+    """A family and its form."""
+    return request.param, form(request.param)
+
+
+def streamed(made: AnswerForm, parts: list[str], most: int | None = None) -> list[Any]:
+    """What the form divides a text into, which comes in parts."""
+    regions = made.regions([], most)
+    return [delta for part in [*parts] for delta in regions.feed(part)] + [*regions.finish()]
+
+
+def letters(text: str) -> list[str]:
+    return list(text)
+
+
+def test_the_form_of_a_family_is_read(family: tuple[str, AnswerForm]) -> None:
+    name, made = family
+    message = as_message(streamed(made, letters(FORMS[name][2])))
+    assert message.content == "Now:" and message.reasoning_content == (None if name == "lists" else "let me see")
+    assert [json.loads(call.function.arguments)["a"] for call in message.tool_calls or ()] == [7, 8]
+    assert [call.function.name for call in message.tool_calls or ()] == ["add", "add"]
+    assert len({call.id for call in message.tool_calls or ()}) == 2
+    one = as_message(streamed(made, letters(FORMS[name][2]), most=1))
+    assert [json.loads(call.function.arguments)["a"] for call in one.tool_calls or ()] == [7]
+
+
+def test_without_tools_marks_of_calls_are_content(family: tuple[str, AnswerForm]) -> None:
+    name, made = family
+    text = "see " + FORMS[name][2].partition("Now:")[2]
+    message = as_message(streamed(AnswerForm(made.template, made.tokenizer), letters(text)))
+    assert message.tool_calls is None
+    assert message.content == text
+
+
+MALFORMED = {
+    "escape": '<tool_call>{"name": "add", "arguments": {"a": "\\d+"}}</tool_call>',
+    "no name": '<tool_call>{"arguments": {"a": 7}}</tool_call> and more',
+    "text for arguments": '<tool_call>{"name": "add", "arguments": "no"}</tool_call>',
+    "list for arguments": '<tool_call>{"name": "add", "arguments": [7]}</tool_call>',
+    "half a character": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    "number for a name": '<tool_call>{"name": 7}</tool_call>',
+    "list": "<tool_call>[]</tool_call>",
+    "nothing": "<tool_call></tool_call>",
+    "deep": f"<tool_call>{'[' * 2_000}</tool_call>",
+    "mention": 'use <tool_call>, then {"name"',
+    "cut": "a\n<tool_call>\n",
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_calls_are_content(case: str) -> None:
+    text = MALFORMED[case]
+    for parts in (letters(text), [text]):
+        message = as_message(streamed(form("qwen3"), parts))
+        assert message.content == text and message.tool_calls is None and message.reasoning_content is None
+
+
+def test_a_call_behind_a_malformed_one_is_a_call() -> None:
+    message = as_message(streamed(form("qwen3"), letters(f"<tool_call>no <tool_call>{CALL}</tool_call>")))
+    assert message.content == "<tool_call>no" and message.tool_calls is not None
+    xml = FORMS["qwen3_5"][2].partition("Now:")[2]
+    lost = xml.replace("<parameter=a>", "lost <parameter=a>", 1)
+    message = as_message(streamed(form("qwen3_5"), letters(lost)))
+    assert len(message.tool_calls or ()) == 1 and "lost" in (message.content or "")
+
+
+def test_calls_without_arguments_and_texts_behind_calls() -> None:
+    message = as_message(streamed(form("qwen3"), letters('<tool_call>{"name": "now"}</tool_call>\n\n')))
+    assert message.tool_calls and message.tool_calls[0].function.arguments == "{}" and message.content is None
+    message = as_message(streamed(form("qwen3"), letters(f"<tool_call>{CALL}</tool_call>\ndone")))
+    assert message.tool_calls and message.content == "\ndone"
+
+
+def test_a_message_that_the_prompt_begins(tokenizer: Any) -> None:
+    made = form("qwen3")
+
+    def read(prompt: str, text: str) -> Any:
+        regions = made.regions(tokenizer.encode(prompt, add_special_tokens=False))
+        return as_message([delta for part in letters(text) for delta in regions.feed(part)] + [*regions.finish()])
+
+    message = read("<think>x</think><|im_start|>assistant\n<think>\n", "hm</think>yes")
+    assert (message.reasoning_content, message.content) == ("hm", "yes")
+    message = read("<|im_start|>user\n<think><|im_start|>assistant\n", "yes")
+    assert (message.reasoning_content, message.content) == (None, "yes")
+    message = read("<think>no anchor", "yes")
+    assert (message.reasoning_content, message.content) == (None, "yes")
+    message = read("<|im_start|>assistant\n<think>\n\n</think>\n\n", "use <think> tags")
+    assert (message.reasoning_content, message.content) == (None, "use <think> tags")
+
+
+def test_text_outside_all_regions_is_the_content_of_a_message_without_any() -> None:
+    assert as_message(streamed(form("harmony"), letters("just text"))).content == "just text"
+    assert as_message(streamed(form("harmony"), letters("x<|channel|>final<|message|>yes"))).content == "yes"
 
 
 def test_a_family_without_a_form_is_read_as_it_is(tokenizer: Any) -> None:
-    assert response_parser(tiny(LLAMA), tokenizer, [1], None) is None
+    assert AnswerForm.of(model("llama"), tokenizer, None) is None
     assert read(Verbatim(), "<think>x</think> y", tokenizer).content == "<think>x</think> y"
+
+
+# ---- fuzz ----
+
+
+def mutated(text: str, marks: list[str], chance: random.Random) -> str:
+    """A text with some pieces dropped, doubled, moved or replaced, mostly at its marks."""
+    pieces = [text]
+    for mark in marks:
+        pieces = [part for piece in pieces for part in split(piece, mark)]
+    for _ in range(chance.randint(0, 5)):
+        place = chance.randrange(len(pieces) + 1)
+        what = chance.randrange(5)
+        if what == 0:
+            pieces[place : place + chance.randint(1, 3)] = []
+        elif what == 1:
+            pieces[place:place] = [chance.choice([*marks, " ", "\n", '"', "{", "\\d", "é🙂", "\ufffd", "</", "<|"])]
+        elif what == 2 and pieces:
+            pieces.insert(place, chance.choice(pieces))
+        elif what == 3 and place < len(pieces) and pieces[place]:
+            cut = chance.randrange(len(pieces[place]) + 1)
+            pieces[place] = pieces[place][:cut] + chance.choice(['"', "}", "x", "\\", "\n"]) + pieces[place][cut + 1 :]
+        elif pieces:
+            pieces = pieces[: len(pieces) - chance.randrange(2)]
+    return "".join(pieces)
+
+
+def split(text: str, mark: str) -> Iterator[str]:
+    first, *rest = text.split(mark)
+    yield first
+    for each in rest:
+        yield from (mark, each)
+
+
+def at_random(marks: list[str], chance: random.Random) -> str:
+    """A text of marks and characters in any order."""
+    parts = [*marks, *marks, CALL, "a", " ", "\n", "<", ">", "|", "{", "}", '"', ":", "\\", "\x00", "\x01", "é", "🙂"]
+    return "".join(chance.choice(parts) for _ in range(chance.randint(0, 30)))
+
+
+def in_parts(text: str, chance: random.Random) -> list[str]:
+    """A text in parts of any lengths, some of them empty."""
+    places = sorted(chance.randint(0, len(text)) for _ in range(chance.randint(0, len(text))))
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def plain(message: Any) -> Any:
+    """A message without the ids of its calls."""
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    return message.content or "", message.reasoning_content, calls
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_any_text_is_read(family: tuple[str, AnswerForm], count: int) -> None:
+    name, made = family
+    _, _, well_formed, marks = FORMS[name]
+    chance, seen = random.Random(name), set[tuple[bool, bool, bool]]()
+    for number in range(count):
+        text = at_random(marks, chance) if number % 2 else mutated(well_formed, marks, chance)
+        whole = plain(as_message(streamed(made, [text])))
+        assert plain(as_message(joined(streamed(made, in_parts(text, chance))))) == whole, text
+        content, reasoning, calls = whole
+        json.loads(json.dumps([json.loads(arguments) for _, arguments in calls]))
+        seen.add((bool(content), bool(reasoning), bool(calls)))
+        if not reasoning and not calls and name != "harmony" and not any(f"{mark}" in text for mark in marks[:1]):
+            assert content == text
+        kept = iter(text)
+        assert all(letter in kept for letter in content) or reasoning, text  # in order: nothing was made up
+    assert len(seen) > 3
+
+
+def test_parts_that_are_read_alone_are_caught() -> None:
+    made, (_, _, text, _) = form("qwen3"), FORMS["qwen3"]
+    alone = [delta for part in in_parts(text, random.Random(0)) for delta in streamed(made, [part])]
+    assert plain(as_message(alone)) != plain(as_message(streamed(made, [text])))
+    with pytest.raises(ValueError, match="escape"):  # what transformers does of itself
+        made.tokenizer.get_response_parser(made.template, prefix="").feed(MALFORMED["escape"])
+
+
+# ---- pieces ----
+
+
+def pieces(text: str, tokenizer: Any, stop: str | None = None) -> list[Piece]:
+    """A text as the pieces of a stream, a token each; what a stop string cuts off has tokens and no text."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    printed = [tokenizer.decode(ids[:i], skip_special_tokens=True).rstrip("\ufffd") for i in range(1, len(ids))] + [
+        whole
+    ]
+    end = printed[-1].find(stop) if stop else len(printed[-1])
+    done = Completion(printed[-1][:end], tuple(ids), "stop", Stats(), 1)
+    texts = [after[len(before) : end] for before, after in zip(["", *printed], printed, strict=False)]
+    last = len(ids) - 1
+    return [Piece(texts[i], token, "draft", done if i == last else None) for i, token in enumerate(ids)]
+
+
+def read(reader: Reader, text: str, tokenizer: Any, stop: str | None = None) -> Any:
+    """The message that a reader makes of a text."""
+    return as_message([delta for piece in pieces(text, tokenizer, stop) for delta in reader.read(piece)])
+
+
+def by_family(made: AnswerForm) -> ByFamily:
+    """The reader for a form."""
+    hidden = {number: str(token) for number, token in made.tokenizer.added_tokens_decoder.items() if token.special}
+    return ByFamily(made.regions([]), lambda ids: made.tokenizer.decode(ids, skip_special_tokens=True), hidden)
+
+
+def test_what_was_emitted_is_read() -> None:
+    made = form("qwen3")
+    end = made.tokenizer.eos_token
+    assert read(by_family(made), f"hello{end}", made.tokenizer).content == "hello"
+    assert read(by_family(made), "hello world### and", made.tokenizer, stop="###").content == "hello world"
+    text = f"Now:<tool_call>{CALL}"
+    assert read(by_family(made), f"{text}</tool_call>", made.tokenizer, stop="</tool").content == text
+
+
+def test_marks_may_be_tokens_that_are_not_printed() -> None:
+    made = form("gemma4")
+    made.tokenizer.add_special_tokens({"additional_special_tokens": FORMS["gemma4"][3]})
+    message = read(by_family(made), FORMS["gemma4"][2], made.tokenizer)
+    assert (message.reasoning_content, message.content) == ("let me see", "Now:")
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": a, "b": "x"} for a in (7, 8)]
+    stray = "é<|tool_call>call:add{<channel|>🙂 x"
+    assert read(by_family(made), stray, made.tokenizer).content == "écall:add{🙂 x"  # as it is printed
 
 
 def test_arguments_of_one_call_come_as_they_are_written(tokenizer: Any) -> None:

@@ -1,30 +1,95 @@
-"""Parsing the reasoning and tool calls in a model's answers, in the form that transformers keeps for its family."""
+"""The forms in which families of models write reasoning and calls of tools, as transformers keeps them."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from slipstream.serve.regions import CALLS, Regions
+from slipstream.serve.schema import FUNCTION_NAME
+from slipstream.text.jsontext import json_text
+
+XML = "xml-inline"
+"""The content of a region that consists of tags; transformers skips what stands between them."""
 
 
-def response_parser(
-    model: PreTrainedModel, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None
-) -> Any:
-    """Return transformers' parser for the answer to a prompt of these token ids; None if the model's form is not known.
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of a family's answers: a `ResponseTemplate` of transformers, and the tokenizer that parses calls by it.
 
-    The form is the tokenizer's `response_template`, else the one that transformers keeps for the model's type.
+    `tools` give the types of their arguments.
     """
-    template = getattr(tokenizer, "response_template", None) or _of_family(model, tokenizer)
-    if template is None:
-        return None
-    return tokenizer.get_response_parser(template, prefix=tokenizer.decode(list(prompt)), tools=tools)
+
+    template: Any
+    tokenizer: Any
+    tools: Sequence[dict[str, Any]] | None = None
+
+    @staticmethod
+    def of(model: PreTrainedModel, tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> AnswerForm | None:
+        """Return the form of a model's answers: the tokenizer's `response_template`, else that of the model's type.
+
+        None if neither is known.
+        """
+        spec = getattr(tokenizer, "response_template", None) or _of_family(model, tokenizer)
+        return None if spec is None else AnswerForm(load_response_template(spec), tokenizer, tools)
+
+    def regions(self, prompt: Sequence[int], most: int | None = None) -> Regions:
+        """Return what divides the answer to a prompt of these token ids; calls are parsed if there are tools."""
+        regions = Regions(self.template, self.calls if self.tools else None, most)
+        regions.begin(self.tokenizer.decode(list(prompt)), self.template.start_anchor_re)
+        return regions
+
+    def calls(self, region: str) -> list[tuple[str, str]]:
+        """Return names and arguments, as JSON text, of the calls in a region. Raises ValueError if one is malformed."""
+        field = replace(self.template.fields[CALLS], optional=True)
+        template = replace(self.template, fields={CALLS: field}, implicit=None, defaults={})
+        parser = self.tokenizer.get_response_parser(template, prefix="", tools=self.tools)
+        try:
+            parser.feed(region)
+            found = parser.finalize()[0].get(CALLS)
+        except Exception as error:  # of any type, depending on what the model wrote
+            raise ValueError(f"this is no call: {error}") from None
+        if field.content == XML and _between_tags(region, field):
+            raise ValueError("this is no call: there is text between its parameters.")
+        return [_call(each) for each in _listed(found)]
 
 
-def _of_family(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the form of answers that transformers keeps for the model's family; None if it keeps none."""
+def _of_family(model: PreTrainedModel, tokenizer: Any) -> Any:
+    """Return the form that transformers keeps for the model's family; None if it keeps none."""
     try:
         from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # an older version of transformers, or one without the packages of its server
+    except ImportError:  # without the packages of its server
         return None
     return get_response_template(tokenizer, model)
+
+
+def _listed(found: Any) -> list[Any]:
+    """Return calls as one list; a region may hold one, or a list of them."""
+    if not isinstance(found, list):
+        return [found]
+    return [call for each in found for call in _listed(each)]
+
+
+def _call(found: Any) -> tuple[str, str]:
+    """Return the name and the arguments of a call. Raises ValueError unless these are a name and an object."""
+    function = found.get("function") if isinstance(found, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("this is no call: it has no name.")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not re.fullmatch(FUNCTION_NAME, function["name"]) or not isinstance(arguments, dict):
+        raise ValueError("this is no call: its name or its arguments cannot be those of a tool.")
+    return function["name"], json_text(arguments)
+
+
+def _between_tags(region: str, field: Any) -> bool:
+    """Return whether there is more than white space between the tags of a region."""
+    body = field.close_re.sub("", field.open_re.sub("", region, count=1), count=1)
+    return bool(re.sub(field.content_args["tag_pattern"], "", body, flags=re.DOTALL).strip())

@@ -17,6 +17,9 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
 
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+"""The names that functions may have."""
+
 
 class StreamOptions(Body):
     """The options of a stream: what it sends besides the text."""
@@ -85,7 +88,7 @@ class ImagePart(Body):
     others = published.PART
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | str
 
 
 class InputAudio(Body):

@@ -20,10 +20,11 @@ from slipstream.serve.logprobs import for_chat
 from slipstream.serve.media import with_open_media
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest, StreamOptions
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import LAST, EventStream, event
-from slipstream.serve.tools import Tools, as_message, joined
+from slipstream.serve.tools import Tools
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 

@@ -1,0 +1,140 @@
+"""Readers: how the text of a model becomes an assistant's message, piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from slipstream.engine.generation import Piece
+from slipstream.serve import answers
+from slipstream.serve.regions import Regions, new_call
+from slipstream.text.detokenize import Decode, Detokenizer
+from slipstream.text.jsontext import json_text
+
+
+class Reader(Protocol):
+    """Turns the text of the model, piece by piece, into parts of an assistant's message."""
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """Return what a piece adds to the message; the last piece of a text has its completion."""
+        ...
+
+
+class Verbatim:
+    """Returns all text as the content of the message."""
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """Return the text of the piece as content."""
+        return [answers.Delta(content=piece.text)] if piece.text else []
+
+
+class OneCall:
+    """Returns all text as the arguments of one tool; a grammar makes the text valid arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """Return the tool's name first, then its arguments as they come."""
+        begin, self._name = self._name, None
+        if begin is None and not piece.text:
+            return []
+        call = new_call(begin, piece.text) if begin else _more(piece.text)
+        return [answers.Delta(tool_calls=[call])]
+
+
+class ManyCalls:
+    """Parses a JSON array of calls, objects with a tool's name and parameters, and returns each once complete."""
+
+    def __init__(self) -> None:
+        self._text, self._count = "", 0
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """Return the calls that became complete. If the text was cut before the first, the message has no call."""
+        self._text += piece.text
+        calls = []
+        while (call := self._next()) is not None:
+            calls.append(new_call(call["name"], json_text(call["parameters"]), self._count))
+            self._count += 1
+        return [answers.Delta(tool_calls=calls)] if calls else []
+
+    def _next(self) -> dict[str, Any] | None:
+        """Take the next complete call from the text read so far; None if there is none."""
+        rest = self._text.lstrip(" \t\r\n[,")
+        try:
+            call, end = json.JSONDecoder().raw_decode(rest)
+        except json.JSONDecodeError:
+            return None
+        self._text = rest[end:]
+        return call if isinstance(call, dict) else None
+
+
+class ByFamily:
+    """Divides the text into reasoning, content and calls by the marks of the model's family.
+
+    It reads the text that was emitted, which ends before stop strings. `hidden` are the texts of the tokens that are
+    not printed, which may be marks: each is put to its place between those that are, which `decode` finds.
+    """
+
+    def __init__(self, regions: Regions, decode: Decode, hidden: Mapping[int, str]) -> None:
+        self._regions, self._hidden = regions, hidden
+        self._printed, self._length = Detokenizer(decode), 0  # the length of the text of all tokens
+        self._read = 0  # the length of the text that was read
+        self._marks: deque[tuple[int, str]] = deque()  # tokens that are not printed, behind the text that was read
+
+    def read(self, piece: Piece) -> list[answers.Delta]:
+        """Return the parts of the message that became certain."""
+        if piece.token is not None:
+            if mark := self._hidden.get(piece.token):
+                self._length += len(self._printed.flush())
+                self._marks.append((self._length, mark))
+            else:
+                self._length += len(self._printed.push(piece.token))
+        text, begin = piece.text, self._read
+        self._read += len(text)
+        deltas = list[answers.Delta]()
+        while self._marks and self._marks[0][0] <= self._read:
+            place, mark = self._marks.popleft()
+            deltas += self._regions.feed(text[: place - begin])
+            deltas += self._regions.feed(mark, hidden=True)
+            text, begin = text[place - begin :], place
+        deltas += self._regions.feed(text)
+        return [*deltas, *self._regions.finish()] if piece.completion else deltas
+
+
+def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
+    """Merge texts of one kind that follow each other into one delta, so that fewer are sent."""
+    merged: list[answers.Delta] = []
+    for delta in deltas:
+        for kind in ("content", "reasoning_content"):
+            before, text = getattr(merged[-1], kind) if merged else None, getattr(delta, kind)
+            if before is not None and text is not None:
+                merged[-1] = answers.Delta(**{kind: before + text})
+                break
+        else:
+            merged.append(delta)
+    return merged
+
+
+def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:
+    """Return a whole message, merged from its deltas."""
+    content = [delta.content for delta in deltas if delta.content is not None]
+    reasoning = [delta.reasoning_content for delta in deltas if delta.reasoning_content is not None]
+    calls: dict[int, answers.ToolCallAnswer] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls or ()):
+        place = call.index or 0
+        if place in calls:
+            calls[place].function.arguments += call.function.arguments
+        else:
+            calls[place] = call.model_copy(update={"index": None}, deep=True)
+    return answers.AssistantMessage(
+        content="".join(content) if content or not calls else None,
+        reasoning_content="".join(reasoning) or None,
+        tool_calls=list(calls.values()) or None,
+    )
+
+
+def _more(arguments: str) -> answers.ToolCallAnswer:
+    return answers.ToolCallAnswer(function=answers.FunctionCallAnswer(arguments=arguments), index=0)
