@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slipstream.serve import messages, schema
+from slipstream.serve import messages, response_schema, schema
 
 BODIES = {
     "/v1/completions": schema.CompletionRequest,
     "/v1/chat/completions": schema.ChatRequest,
     "/infill": schema.InfillRequest,
-    "/v1/responses": schema.ResponsesRequest,
+    "/v1/responses": response_schema.ResponsesRequest,
     "/v1/messages": messages.MessagesRequest,
 }
 

@@ -163,18 +163,3 @@ def test_predicted_outputs_are_counted(client: openai.OpenAI) -> None:
     details = predicted.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 0
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
-
-
-def test_responses_are_the_chats_text(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_output_tokens": 16}
-    answer = client.responses.create(**asked, instructions="You write Python.", input="add two numbers")
-    assert answer.output_text == client.chat.completions.create(**ASKED).choices[0].message.content
-    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.usage.output_tokens == 16
-    events = list(
-        client.responses.create(**asked, instructions="You write Python.", input="add two numbers", stream=True)
-    )
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
-    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
-    assert events[-1].response.output_text == answer.output_text

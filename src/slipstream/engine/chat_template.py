@@ -37,13 +37,13 @@ WITHHELD = (
 class ChatTemplate:
     """The chat template of `owner`, a tokenizer or a processor: what it takes is found out by rendering it.
 
-    A processor's template takes contents in `parts`.
+    A processor's template takes contents in `parts`. `source` is the template itself.
     """
 
     def __init__(self, owner: Any, parts: bool = False) -> None:
         self._owner, self._parts = owner, parts
         template = owner.chat_template
-        self._source = "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        self.source = "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
     def fit(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages, as any client writes them, in the forms that the template takes.
@@ -60,7 +60,7 @@ class ChatTemplate:
         for message in messages:
             fitted = {name: value for name, value in message.items() if value is not None and name not in REASONING}
             calls = [self._call(call) for call in fitted.pop("tool_calls", ())]
-            if fitted["role"] == "developer" and "developer" not in self._source:
+            if fitted["role"] == "developer" and "developer" not in self.source:
                 fitted["role"] = "system"
             fitted.setdefault("content", fitted.get("refusal", ""))
             reasoning = next((message[name] for name in REASONING if message.get(name)), None)
@@ -114,7 +114,7 @@ class ChatTemplate:
     @cached_property
     def _reasoning(self) -> str | None:
         """The template's name for reasoning; None if it has none."""
-        return next((name for name in REASONING if re.search(rf"\b{name}\b", self._source)), None)
+        return next((name for name in REASONING if re.search(rf"\b{name}\b", self.source)), None)
 
     def _with_call(self, arguments: Any) -> str | None:
         """Return a chat with a call of these arguments as the template writes it."""

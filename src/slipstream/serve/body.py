@@ -167,7 +167,7 @@ def _path(error: Any, body: Any) -> str:
     if (own := _own(error)) is not None:
         named = [own.field]
     elif error["type"].startswith("union_tag"):
-        named = [error["ctx"]["discriminator"].strip("'")]
+        named = ["type"]  # which tells the kinds of all unions apart
     else:
         named = [str(places.pop())] if error["type"] == "missing" and places else []
     path, value = "", body

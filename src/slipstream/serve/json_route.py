@@ -81,6 +81,7 @@ async def _read(request: Request, model: type[BaseModel]) -> ReadRequest:
     read = ReadRequest(request.scope, request.receive)
     async with server.readers if heavy else nullcontext():
         if content := [piece async for piece in request.stream() if piece]:
+            request.state.size = sum(map(len, content))
             limits = server.settings.limits
             read.content, request.state.ignored = await off_loop(request, _validated, content, model, limits)
     return read

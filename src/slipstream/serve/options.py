@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.core.options import REQUEST_FIELDS
 from slipstream.decoding.rules import COUPLED
 from slipstream.serve.faults import BadRequest
+from slipstream.serve.response_schema import ResponsesRequest
 from slipstream.serve.schema import Decoding, SpeculationOptions
 from slipstream.serve.settings import Limits, ServeSettings
 
@@ -36,7 +37,7 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     return options | _speculation(body, settings)
 
 
-def speculation(body: Decoding) -> SpeculationOptions:
+def speculation(body: Decoding | ResponsesRequest) -> SpeculationOptions:
     """Return the draft settings of a request; `speculative: false` is gamma 0."""
     speculative = body.speculative
     if isinstance(speculative, SpeculationOptions):

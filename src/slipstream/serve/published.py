@@ -84,14 +84,13 @@ TOOL: Others = {
 """Those of tools, of calls of tools, and of their functions."""
 
 RESPONSES: Others = {
-    **_any("user service_tier safety_identifier prompt_cache_key prompt_cache_retention"),
-    **_any("parallel_tool_calls"),
+    **_any("user service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
+    **_any("stream_options"),
     **_only(("auto", "disabled"), "truncation"),
-    **_only(([],), "include tools"),
-    **_only(("none", "auto"), "tool_choice"),
+    **_only(([], ["reasoning.encrypted_content"]), "include"),
     **_only((False,), "background"),
     **_only((0,), "top_logprobs"),
-    **_only((), "previous_response_id conversation prompt reasoning max_tool_calls context_management moderation"),
+    **_only((), "conversation prompt max_tool_calls context_management moderation"),
 }
 """Those of /v1/responses."""
 
@@ -109,5 +108,8 @@ MESSAGES: Others = {
 }
 """Those of /v1/messages."""
 
-ITEM: Others = _any("id status phase")
-"""Those of a message in the input of /v1/responses."""
+ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by")
+"""Those of an item in the input of /v1/responses."""
+
+TEXT_SETTINGS: Others = _only(("medium",), "verbosity")
+REASONING_SETTINGS: Others = _any("summary generate_summary context")

@@ -24,8 +24,39 @@ class OutputMessage(Answer):
     type: Literal["message"] = "message"
     id: str
     role: Literal["assistant"] = "assistant"
-    status: str
+    status: str = "in_progress"
     content: list[OutputText]
+
+
+class ReasoningText(Answer):
+    """The text of reasoning in the output of /v1/responses."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(Answer):
+    """Reasoning in the output of /v1/responses."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    status: str = "in_progress"
+    summary: list[Any] = Field(default_factory=list)
+    content: list[ReasoningText]
+
+
+class OutputCall(Answer):
+    """A call of a function in the output of /v1/responses; its arguments are JSON text."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputDetails(Answer):
@@ -64,18 +95,22 @@ class ResponseAnswer(Answer):
     created_at: int
     model: str
     status: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     error: Error | None = None
     incomplete_details: Incomplete | None = None
     instructions: str | None
     metadata: dict[str, str] = Field(default_factory=dict)
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
     temperature: float
-    tool_choice: Literal["none"] = "none"
-    tools: list[Any] = Field(default_factory=list)
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_p: float
+    truncation: Literal["disabled"] = "disabled"
     max_output_tokens: Sometimes[int] = None
-    store: bool = False
+    store: bool
     usage: Sometimes[ResponseUsage] = None
     metrics: Sometimes[AnswerMetrics] = None
     timings: Sometimes[Timings] = None

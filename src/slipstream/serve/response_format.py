@@ -12,8 +12,11 @@ from transformers import PreTrainedModel
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from slipstream.serve.regions import CALLS, Regions
-from slipstream.serve.schema import FUNCTION_NAME
+from slipstream.serve.schema import TOOL_NAME
 from slipstream.text.jsontext import json_text
+
+BEGUN = 1024
+"""The most tokens of a message that the prompt has begun; more are not looked at."""
 
 XML = "xml-inline"
 """The content of a region that consists of tags; transformers skips what stands between them."""
@@ -42,7 +45,7 @@ class AnswerForm:
     def regions(self, prompt: Sequence[int], most: int | None = None) -> Regions:
         """Return what divides the answer to a prompt of these token ids; calls are parsed if there are tools."""
         regions = Regions(self.template, self.calls if self.tools else None, most)
-        regions.begin(self.tokenizer.decode(list(prompt)), self.template.start_anchor_re)
+        regions.begin(self.tokenizer.decode(list(prompt[-BEGUN:])), self.template.start_anchor_re)
         return regions
 
     def calls(self, region: str) -> list[tuple[str, str]]:
@@ -84,7 +87,7 @@ def _call(found: Any) -> tuple[str, str]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    if not re.fullmatch(FUNCTION_NAME, function["name"]) or not isinstance(arguments, dict):
+    if not re.fullmatch(TOOL_NAME, function["name"]) or not isinstance(arguments, dict):
         raise ValueError("this is no call: its name or its arguments cannot be those of a tool.")
     return function["name"], json_text(arguments)
 

@@ -17,8 +17,11 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
 
-FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
-"""The names that functions may have."""
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+"""The names that tools may have."""
+
+ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Body):
@@ -256,15 +259,6 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="reasoning_content, as vLLM calls it.")
 
-    @model_validator(mode="after")
-    def _under_one_name(self) -> Self:
-        """Move the reasoning to the name that chat templates know."""
-        self.reasoning_content, self.reasoning = self.reasoning_content or self.reasoning, None
-        return self
-
-
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-
 
 class Function(Body):
     """A function that the model may call."""
@@ -311,63 +305,11 @@ class ChatRequest(Decoding):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="For chat templates that know it; none switches thinking off where that can be done."
     )
     add_generation_prompt: bool | None = Field(None, description="Begin the assistant's message; true without it.")
     continue_final_message: bool | None = Field(None, description="Go on with the last message, which stays open.")
-
-
-class InputItem(Body):
-    """A message in the input of /v1/responses."""
-
-    others = published.ITEM
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
-
-
-class InputText(Body):
-    """A text in an item of the input."""
-
-    others = published.PART
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class TextFormat(Body):
-    """The form of the answer of /v1/responses."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextSettings(Body):
-    """The settings of the text of /v1/responses."""
-
-    format: TextFormat | None = None
-
-
-class ResponsesRequest(Addressed):
-    """The body of /v1/responses: text in, text out. Nothing is stored."""
-
-    others = published.RESPONSES
-
-    input: str | list[InputItem]
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: Probability | None = None
-    stream: bool | None = None
-    store: Literal[False] | None = None
-    text: TextSettings | None = None
-    metadata: dict[str, str] | None = None
-    speculative: bool | SpeculationOptions | None = None
 
 
 class TokenizeRequest(Addressed):

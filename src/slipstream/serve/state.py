@@ -22,6 +22,7 @@ from slipstream.engine.requests import Prompt
 from slipstream.engine.text_limit import TextLimit
 from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall
+from slipstream.serve.conversations import Conversations
 from slipstream.serve.faults import BadRequest, ContextExceeded, NotServed, ServeError
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
@@ -56,6 +57,7 @@ class ServerState:
     started: int
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))  # of heavy bodies
     heavy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # see `off_loop`
+    conversations: Conversations = field(default_factory=Conversations)
 
     @staticmethod
     def new(engine: Engine, settings: ServeSettings, room: Capacity, draft: str | None) -> ServerState:
@@ -124,11 +126,6 @@ class ServerState:
         limits = GrammarLimits(self.settings.limits.grammar_bytes, self.settings.limits.schema_depth)
         return self.engine.new_grammars(limits)
 
-    @property
-    def chats(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(getattr(self.engine.tokenizer, "chat_template", None))
-
     def properties(self) -> answers.Properties:
         """Return the models, the settings and the acceptance of drafts so far."""
         engine, decoder, stats = self.engine, self.engine.decoder, self.metrics.stats
@@ -142,7 +139,7 @@ class ServerState:
             max_model_len=decoder.target.context,
             vocabulary=decoder.target.vocab,
             encoder_decoder=decoder.target.source_form is not None,
-            chat=self.chats,
+            chat=engine.encoder.template is not None,
             notes=list(engine.notes),
             acceptance_by_position=stats.acceptance_by_position,
             recommended_gamma=recommended_gamma(stats),

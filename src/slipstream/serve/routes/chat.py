@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from slipstream.engine.generation import Completion, Piece, TokenLogprobs
-from slipstream.engine.requests import Chat
 from slipstream.serve import answers
 from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.chats import begun
 from slipstream.serve.explain import Explainer
-from slipstream.serve.faults import BadRequest
-from slipstream.serve.grammars import constraint, tool_constraint
-from slipstream.serve.json_route import JsonRoute, Once, off_loop
+from slipstream.serve.json_route import JsonRoute, Once
 from slipstream.serve.logprobs import for_chat
-from slipstream.serve.media import with_open_media
-from slipstream.serve.options import engine_options, speculation
+from slipstream.serve.options import speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest, StreamOptions
-from slipstream.serve.state import ServerState, state_of, tenant_of
+from slipstream.serve.state import ServerState, state_of
 from slipstream.serve.stream import LAST, EventStream, event
 from slipstream.serve.tools import Tools
 
@@ -47,62 +42,6 @@ async def chat_completions(body: Once[ChatRequest], request: Request) -> Respons
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
-
-
-async def begun(body: ChatRequest, request: Request) -> tuple[Call, Tools]:
-    """Queue a chat -> the call and its tools. Raises a ServeError for a chat that is refused."""
-    state = state_of(request)
-    tools = Tools.of(body, state)
-    options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
-    return await state.call(request, [await chat_of(body, tools, request)], options, "messages"), tools
-
-
-async def chat_of(body: ChatRequest, tools: Tools, request: Request) -> Chat:
-    """Return the chat of a request, with its images and sounds opened. Raises BadRequest for those that are refused."""
-    state = state_of(request)
-    messages = await off_loop(request, _messages, body, state)
-    return Chat(messages, tools.for_template(), _variables(body, state, request))
-
-
-def _messages(body: ChatRequest, state: ServerState) -> list[dict[str, Any]]:
-    """Return the messages as chat templates take them, with their images and sounds opened."""
-    messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
-    return with_open_media(messages, state)
-
-
-def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:
-    """Return the engine's options for a chat. Raises BadRequest for fields that do not go together."""
-    options = engine_options(body, state.settings, tenant)
-    options.setdefault("max_new_tokens", state.longest)
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequest("top_logprobs needs logprobs=true.", "top_logprobs")
-    if body.logprobs:
-        wanted, most = body.top_logprobs or 0, state.settings.limits.logprobs
-        if wanted > most:
-            raise BadRequest(f"top_logprobs={wanted} is above the {most} that this server gives.", "top_logprobs")
-        options["logprobs"] = wanted
-    return options | constraint(body, state) | tool_constraint(tools, state)
-
-
-def _variables(body: ChatRequest, state: ServerState, request: Request) -> dict[str, Any]:
-    """Return the variables of the chat template. Those that the template does not have are noted as without effect."""
-    media = state.engine.media
-    owners = (state.engine.tokenizer, media.processor if media else None)
-    template = " ".join(str(getattr(owner, "chat_template", None)) for owner in owners)
-    named = {f"chat_template_kwargs.{name}": name for name in body.chat_template_kwargs or ()}
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        named["reasoning_effort"] = "reasoning_effort" if "reasoning_effort" in template else "enable_thinking"
-        own = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
-        variables = own | variables
-    request.state.ignored += [field for field, name in named.items() if name not in template]
-    if body.continue_final_message:
-        if body.add_generation_prompt:
-            raise BadRequest(
-                "add_generation_prompt and continue_final_message exclude each other.", "add_generation_prompt"
-            )
-        return {**variables, "continue_final_message": True, "add_generation_prompt": False}
-    return {"add_generation_prompt": body.add_generation_prompt is not False, **variables}
 
 
 class _Answer:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from slipstream.engine.generation import Completion
 from slipstream.serve import answers
 from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.chats import begun, chat_of
 from slipstream.serve.faults import MESSAGES, ServeError, for_path
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.message_answers import (
@@ -23,11 +24,11 @@ from slipstream.serve.message_answers import (
 )
 from slipstream.serve.messages import CountRequest, MessagesRequest
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
-from slipstream.serve.routes.chat import begun, chat_of
+from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import state_of
 from slipstream.serve.stream import EventStream, event
-from slipstream.serve.tools import Tools, as_message, joined
+from slipstream.serve.tools import Tools
 from slipstream.text.jsontext import json_text
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)

@@ -1,0 +1,75 @@
+"""Keeps the last responses of a server, for requests that go on with them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.response_schema import InputMessage, InputReference, Kept, ResponsesRequest
+
+RESPONSES, BYTES = 1000, 64 << 20
+"""The most responses that are kept, and the most bytes of their requests together."""
+
+
+class NotKept(BadRequest):
+    """A request goes on with a response that is not kept (400)."""
+
+    code = "previous_response_not_found"
+
+    def __init__(self, what: str, param: str) -> None:
+        kept = f"the last {RESPONSES} responses, {BYTES >> 20} MiB of requests at most, until the server ends"
+        super().__init__(f"{what}, but this server keeps only {kept}: send the whole conversation as input.", param)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The items of a tenant's conversation, those of the last response by their ids, and the bytes that they took."""
+
+    tenant: str
+    items: tuple[Kept, ...] = ()
+    answered: dict[str, Kept] = field(default_factory=dict)
+    size: int = 0
+
+
+class Conversations:
+    """The conversations of the last responses, the oldest dropped first; every tenant finds only its own."""
+
+    def __init__(self, most: int = RESPONSES, size: int = BYTES) -> None:
+        self._most, self._size = most, size
+        self._kept: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
+        self._total = 0
+
+    def resume(self, body: ResponsesRequest, tenant: str, size: int) -> Conversation:
+        """Return the conversation that a request of `size` bytes goes on with, and its own items.
+
+        Raises NotKept if it names a response, or an item of one, that is not kept.
+        """
+        before = Conversation(tenant)
+        if body.previous_response_id is not None:
+            found = self._kept.get((tenant, body.previous_response_id))
+            if found is None:
+                raise NotKept(f"previous_response_id is {body.previous_response_id!r}", "previous_response_id")
+            before = found
+        given = body.input
+        new = [InputMessage(role="user", content=given)] if isinstance(given, str) else self._looked_up(given, tenant)
+        return Conversation(tenant, (*before.items, *new), {}, before.size + size)
+
+    def keep(self, response: str, conversation: Conversation, answered: dict[str, Kept]) -> None:
+        """Keep a conversation that was answered by these items; drop the oldest ones beyond the limits."""
+        items = (*conversation.items, *answered.values())
+        self._kept[conversation.tenant, response] = replace(conversation, items=items, answered=answered)
+        self._total += conversation.size
+        while len(self._kept) > self._most or self._total > self._size:
+            self._total -= self._kept.popitem(last=False)[1].size
+
+    def _looked_up(self, items: Sequence[Kept | InputReference], tenant: str) -> list[Kept]:
+        """Return items with the kept ones in place of references."""
+        return [self._item(each.id, tenant) if isinstance(each, InputReference) else each for each in items]
+
+    def _item(self, name: str, tenant: str) -> Kept:
+        for (owner, _), conversation in reversed(self._kept.items()):
+            if owner == tenant and name in conversation.answered:
+                return conversation.answered[name]
+        raise NotKept(f"input refers to the item {name!r}", "input")

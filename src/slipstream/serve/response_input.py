@@ -1,0 +1,101 @@
+"""The input of /v1/responses as a chat: its items become the messages, its other fields those of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.serve.response_schema import (
+    Content,
+    InputCall,
+    InputImage,
+    InputMessage,
+    InputReasoning,
+    InputRefusal,
+    InputResult,
+    Kept,
+    ResponsesRequest,
+    TextFormat,
+)
+from slipstream.serve.schema import ChatRequest
+
+
+def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
+    """Return the chat that a request means, with the items of its conversation as messages."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    choice: Any = body.tool_choice
+    if choice is not None and not isinstance(choice, str):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    fields = {
+        "messages": [*system, *_messages(items)],
+        "tools": [{"type": "function", "function": _dumped(tool, "type")} for tool in body.tools or ()],
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "max_tokens": body.max_output_tokens,
+        "response_format": _format(body.text.format) if body.text and body.text.format else None,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": body.stream,
+    }
+    chat = ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    chat.speculative = body.speculative
+    return chat
+
+
+def _dumped(body: Any, *without: str) -> dict[str, Any]:
+    return {name: value for name, value in body.model_dump(exclude_none=True).items() if name not in without}
+
+
+def _format(form: TextFormat) -> dict[str, Any]:
+    """Return the format of a text as the `response_format` of a chat."""
+    schema = {"name": form.name or "answer", "schema": form.schema_}
+    return {"type": form.type, "json_schema": None if form.schema_ is None else schema}
+
+
+# ---- items -----------------------------------------------------------------------------------------------------------
+
+
+def _messages(items: Sequence[Kept]) -> list[dict[str, Any]]:
+    """Return the messages that items make: reasoning, text and calls that follow each other are one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        part = _message(item)
+        last = messages[-1] if messages else {}
+        if part["role"] == last.get("role") == "assistant" and _joins(part, last):
+            last |= {**part, "tool_calls": [*last.get("tool_calls", ()), *part.get("tool_calls", ())]}
+        else:
+            messages.append(part)
+    return messages
+
+
+def _joins(part: dict[str, Any], last: dict[str, Any]) -> bool:
+    """Return whether a part of an assistant's message goes on with the message before it."""
+    return bool(part.get("tool_calls")) or ("content" in part and not {"content", "tool_calls"} & last.keys())
+
+
+def _message(item: Kept) -> dict[str, Any]:
+    """Return the message, or the part of one, that an item is."""
+    if isinstance(item, InputMessage):
+        return {"role": item.role, "content": _content(item.content)}
+    if isinstance(item, InputResult):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+    if isinstance(item, InputCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
+    assert isinstance(item, InputReasoning)
+    return {"role": "assistant", "reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
+
+
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    """Return the content of an item as that of a message."""
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, InputImage):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
+        else:
+            text = part.refusal if isinstance(part, InputRefusal) else part.text
+            parts.append({"type": "text", "text": text})
+    return parts

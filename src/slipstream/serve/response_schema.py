@@ -1,0 +1,177 @@
+"""The body of /v1/responses, field by field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from slipstream.serve import published
+from slipstream.serve.body import Addressed, Body
+from slipstream.serve.schema import Count, Effort, Probability, SpeculationOptions, ToolName
+
+
+class InputText(Body):
+    """A text in an item of the input."""
+
+    others = published.PART
+
+    type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
+    text: str
+
+
+class InputRefusal(Body):
+    """A refusal in a message of the assistant."""
+
+    others = published.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputImage(Body):
+    """An image in an item of the input."""
+
+    others = published.PART
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="A data: URL, or an address at a host that the server's operator allowed.")
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="Taken, and left to the model's processor.")
+
+
+Content = str | list[Annotated[InputText | InputRefusal | InputImage, Field(discriminator="type")]]
+
+
+class InputMessage(Body):
+    """A message in the input."""
+
+    others = published.ITEM
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class InputCall(Body):
+    """A call of a function by the model."""
+
+    others = published.ITEM
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputResult(Body):
+    """What a called function returned."""
+
+    others = published.ITEM
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class InputReasoning(Body):
+    """The model's reasoning; that of other servers, which they encrypt, has no text."""
+
+    others = published.ITEM | dict.fromkeys(("encrypted_content",))
+
+    type: Literal["reasoning"]
+    summary: list[InputText] | None = None
+    content: list[InputText] | None = None
+
+
+class InputReference(Body):
+    """The id of an item of an earlier response that is kept here."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+def _type_of(item: Any) -> str:
+    """Return the type of an item: without one, it is a message, or a reference if it has no role."""
+    if not isinstance(item, dict):
+        return str(getattr(item, "type", "message"))
+    return str(item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message"))
+
+
+Kept = InputMessage | InputCall | InputResult | InputReasoning
+"""What a conversation consists of."""
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputReference, Tag("item_reference")],
+    Discriminator(_type_of),
+]
+
+
+class ResponseTool(Body):
+    """A function that the model may call."""
+
+    others = published.TOOL
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Body):
+    """The one tool that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Body):
+    """The settings of the text."""
+
+    others = published.TEXT_SETTINGS
+
+    format: TextFormat | None = None
+
+
+class ReasoningSettings(Body):
+    """The settings of the reasoning."""
+
+    others = published.REASONING_SETTINGS
+
+    effort: Effort | None = None
+
+
+class ResponsesRequest(Addressed):
+    """The body of /v1/responses. Unless `store` is false, the response is kept for a while, to go on with it."""
+
+    others = published.RESPONSES
+
+    input: str | list[Item]
+    previous_response_id: str | None = Field(None, description="The response that this one goes on with.")
+    instructions: str | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: Probability | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    text: TextSettings | None = None
+    metadata: dict[str, str] | None = None
+    speculative: bool | SpeculationOptions | None = None
