@@ -1,0 +1,62 @@
+"""Chats that a model cannot answer: the error says what can be done instead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.serve.call import Call
+from slipstream.serve.chats import begun
+from slipstream.serve.faults import BadRequest
+from slipstream.serve.schema import ChatRequest
+from slipstream.serve.settings import Capacity, ServeSettings
+from slipstream.serve.state import ServerState
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+WITHOUT_TOOLS = "{% for message in messages %}{{ message.content }}{% endfor %}"
+WITH_TOOLS = "{{ tools }}" + WITHOUT_TOOLS
+
+
+@pytest.fixture
+def template(engine: slipstream.Engine) -> Iterator[Callable[[str], None]]:
+    """Gives the embedded target a chat template, as long as a test runs."""
+    before = engine.tokenizer.chat_template
+    yield lambda source: setattr(engine.tokenizer, "chat_template", source)
+    engine.tokenizer.chat_template = before
+
+
+def ask(engine: slipstream.Engine, *more: Any, **fields: Any) -> Call:
+    """Queue a chat on a server that runs no model."""
+    state = ServerState.new(engine, ServeSettings(names=("tiny",)), Capacity(rows=1), None)
+    state.worker.ready = True
+    app = SimpleNamespace(state=SimpleNamespace(server=state))
+    request: Any = SimpleNamespace(app=app, state=SimpleNamespace(ignored=[]))
+    return asyncio.run(begun(ChatRequest.model_validate({**CHAT, **fields}), request, *more))[0]
+
+
+def test_without_a_chat_template_the_error_names_an_endpoint_that_works(engine: slipstream.Engine) -> None:
+    with pytest.raises(BadRequest, match=r"tiny has no chat template.* /v1/completions") as caught:
+        ask(engine)
+    assert caught.value.param == "messages"
+    with pytest.raises(BadRequest) as caught:
+        ask(engine, "input")
+    assert caught.value.param == "input"
+    [ticket] = ask(engine, "input", "hi").tickets
+    assert list(ticket.generation.request.prompt) == engine.tokenizer.encode("hi")
+
+
+def test_tools_that_the_template_ignores_are_refused(engine: slipstream.Engine, template: Any) -> None:
+    template(WITH_TOOLS)
+    assert len(ask(engine, **TOOLS).tickets) == 1
+    template(WITHOUT_TOOLS)
+    assert len(ask(engine).tickets) == len(ask(engine, **TOOLS, tool_choice="none").tickets) == 1
+    for choice in ("auto", "required"):
+        with pytest.raises(BadRequest, match=r"the chat template of .* does not write them") as caught:
+            ask(engine, **TOOLS, tool_choice=choice)
+        assert caught.value.param == "tools"
