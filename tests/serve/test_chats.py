@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.engine.media import part_content
 from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
 from slipstream.serve.faults import BadRequest
@@ -60,3 +61,11 @@ def test_tools_that_the_template_ignores_are_refused(engine: slipstream.Engine, 
         with pytest.raises(BadRequest, match=r"the chat template of .* does not write them") as caught:
             ask(engine, **TOOLS, tool_choice=choice)
         assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("image", ["data:image/png;base64,AAAA", {"url": "data:image/png;base64,AAAA"}])
+def test_an_image_may_be_its_address(image: Any) -> None:
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": image}]}
+    [read] = ChatRequest.model_validate({"messages": [message]}).messages
+    [part] = read.model_dump(exclude_none=True)["content"]
+    assert part_content(part, "messages") == "data:image/png;base64,AAAA"

@@ -16,6 +16,7 @@ from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.load import EMBEDDED
 from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message, joined
 from slipstream.serve.response_format import AnswerForm
+from slipstream.text.detokenize import Detokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 HARMONY = {
@@ -305,7 +306,8 @@ def read(reader: Reader, text: str, tokenizer: Any, stop: str | None = None) -> 
 def by_family(made: AnswerForm) -> ByFamily:
     """The reader for a form."""
     hidden = {number: str(token) for number, token in made.tokenizer.added_tokens_decoder.items() if token.special}
-    return ByFamily(made.regions([]), lambda ids: made.tokenizer.decode(ids, skip_special_tokens=True), hidden)
+    printed = Detokenizer(lambda ids: made.tokenizer.decode(ids, skip_special_tokens=True))
+    return ByFamily(made.regions([]), printed, hidden)
 
 
 def test_what_was_emitted_is_read() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from slipstream.engine.generation import Piece
 from slipstream.serve import answers
 from slipstream.serve.regions import Regions, new_call
-from slipstream.text.detokenize import Decode, Detokenizer
+from slipstream.text.detokenize import Detokenizer
 from slipstream.text.jsontext import json_text
 
 
@@ -75,12 +75,12 @@ class ByFamily:
     """Divides the text into reasoning, content and calls by the marks of the model's family.
 
     It reads the text that was emitted, which ends before stop strings. `hidden` are the texts of the tokens that are
-    not printed, which may be marks: each is put to its place between those that are, which `decode` finds.
+    not printed, which may be marks: each is put to its place in the text of those that are, which `printed` makes.
     """
 
-    def __init__(self, regions: Regions, decode: Decode, hidden: Mapping[int, str]) -> None:
-        self._regions, self._hidden = regions, hidden
-        self._printed, self._length = Detokenizer(decode), 0  # the length of the text of all tokens
+    def __init__(self, regions: Regions, printed: Detokenizer, hidden: Mapping[int, str]) -> None:
+        self._regions, self._printed, self._hidden = regions, printed, hidden
+        self._length = 0  # the length of the text of all tokens
         self._read = 0  # the length of the text that was read
         self._marks: deque[tuple[int, str]] = deque()  # tokens that are not printed, behind the text that was read
 

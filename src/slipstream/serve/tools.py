@@ -12,6 +12,7 @@ from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verba
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.schema import ChatRequest, ResponseFormat, Tool, ToolChoice
 from slipstream.serve.state import ServerState
+from slipstream.text.detokenize import Detokenizer
 
 FREE = ResponseFormat(type="text")
 """The format of an answer that has none."""
@@ -81,7 +82,8 @@ class Tools:
         if form is None:
             return Verbatim()
         hidden = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        return ByFamily(form.regions(prompt, None if self.parallel else 1), self.state.engine.decode, hidden)
+        regions = form.regions(prompt, None if self.parallel else 1)
+        return ByFamily(regions, Detokenizer(self.state.engine.decode), hidden)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
