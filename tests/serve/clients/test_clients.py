@@ -35,8 +35,7 @@ HEAD = """# Clients
 
 Every cell was run against a real server, with a tiny model whose template and calls are Qwen3's: an answer, its stream,
 an answer by a schema, and a loop of two turns with a tool that the model decides to call, whole and streamed. The loops
-send back what they got: content that is null, reasoning, items with ids. Those of `openai, Responses` go on with
-`previous_response_id` too, and those of `@ai-sdk/openai` with references to items.
+send back what they got. Those of `openai, Responses` go on with `previous_response_id` too.
 
 `SLIPSTREAM_CLIENTS_PAGE=1 pytest -m slow tests/serve/clients` writes the table.
 
