@@ -81,9 +81,11 @@ class Tools:
         form = None if self.formed else AnswerForm.of(target.model, tokenizer, self.for_template())
         if form is None:
             return Verbatim()
-        hidden = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        spelling = self.state.engine.spelling
+        assert spelling is not None, "a chat has a tokenizer"
+        before = [token for token in prompt if token not in spelling.hidden]
         regions = form.regions(prompt, None if self.parallel else 1)
-        return ByFamily(regions, Detokenizer(self.state.engine.decode), hidden)
+        return ByFamily(regions, Detokenizer(spelling.decode, before), spelling.hidden)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
