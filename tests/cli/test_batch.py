@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,56 @@ def test_a_run_goes_on_where_it_was_and_texts_do_not_depend_on_it(
     assert run("batch", file, "--out", str(parts)).exit_code == 0
     assert sorted(written) == list(range(6)), "each is answered once"
     assert whole.read_text() == parts.read_text(), "the same texts, in batches of other sizes, in four runs"
+
+
+SERVER = ("fastapi", "starlette", "uvicorn", "httpx", "prometheus_client", "multipart")
+"""What the extra `serve` installs; pydantic comes with typer too."""
+
+OWN = [
+    {"prompt": "x =", "temperature": 1, "max_tokens": 9},
+    {"id": "n", "prompt": "def f(x):", "max_tokens": 9, "n": 2, "temperature": 1, "logit_bias": {"5": -100}},
+    {"tokens": [3, 4, 5], "max_tokens": 7, "stop": ["\n"], "top_k": -1},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+    {"prompt": 3},
+    {"prompt": "import", "max_tokens": 4, "speculative": {"verify": "block", "gamma": 2}, "temperature": 0.7},
+    {"prompt": "x", "top_p": 0, "max_tokens": 2},
+]
+
+
+def test_our_own_lines_need_nothing_of_the_server(tmp_path: Path) -> None:
+    """In a process that cannot import it, the command writes the texts that the application writes."""
+    file, template = tmp_path / "own.jsonl", tmp_path / "template"
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in OWN))
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    more = ["--chat-template", str(template), "--max-rows", "2"]
+    assert run("batch", str(file), "--out", str(tmp_path / "whole"), *more).exit_code == 2
+    block = f"import sys; sys.modules.update(dict.fromkeys({SERVER}))\nfrom slipstream.__main__ import main; main()"
+    command = [sys.executable, "-c", block, "batch", str(file), "--out", str(tmp_path / "own"), *more]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "2 of them with an error" in ended.stderr, ended.stderr
+    found, want = answers(tmp_path / "own"), answers(tmp_path / "whole")
+    assert found[:6] == want[:6] and "top_p" in found[6]["error"] and "top_p" in want[6]["error"]
+    assert not (tmp_path / "own.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"prompt": "x", "logprobs": 1}, "prompt 2 (logprobs) needs fastapi"),
+        ({"prompt": "x", "speculative": {"explain": True}}, "prompt 2 (speculative) needs fastapi"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "prompt 2 (messages) needs"),
+        ({"custom_id": "a", "url": "/v1/completions", "body": {}}, "prompt 2 (OpenAI's batch format) needs fastapi"),
+        (None, ""),
+    ],
+)
+def test_what_only_the_server_answers_is_said_before_any_work(
+    line: dict[str, Any] | None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    file = prompts(tmp_path, *([line] if line else []), count=1)
+    result = run("batch", file, "--out", str(tmp_path / "out"))
+    assert what in " ".join(result.stderr.split()) and result.exit_code == (2 if line else 0)
+    assert (tmp_path / "out").exists() is (line is None)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,20 +42,6 @@ def test_texts_and_json_are_those_of_the_engine() -> None:
         (1, 0),
         (1, 1),
     ]
-
-
-@pytest.mark.slow
-def test_a_file_of_which_half_is_lost_is_completed(tmp_path: Path) -> None:
-    out = tmp_path / "answers.jsonl"
-    assert run(*PROMPTS, *BEAMS, "--out", str(out)).exit_code == 0
-    whole = out.read_text(encoding="utf-8")
-    out.write_text("".join(line for line in whole.splitlines(True) if '"index": 1,' in line), encoding="utf-8")
-    assert run(*PROMPTS, *BEAMS, "--out", str(out), "--resume").exit_code == 0
-    again, before = lines(out.read_text(encoding="utf-8")), lines(whole)
-    assert sorted(again) == [0, 1, 2, 3]
-    assert [again[place]["tokens"] for place in range(4)] == [before[place]["tokens"] for place in range(4)]
-    other = run(*PROMPTS, *BEAMS, "--length-penalty", "0", "--out", str(out), "--resume")
-    assert other.exit_code == 2 and out.read_text(encoding="utf-8").count("\n") == 4  # other settings, other answers
 
 
 @pytest.mark.parametrize(

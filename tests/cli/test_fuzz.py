@@ -131,7 +131,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         made = [
             (*WRITERS["ngram build"], "mine.ngram"),
             ("datastore", "build", "store", "notes.txt"),
-            (*WRITERS["generate"], "answers.jsonl"),
+            (*WRITERS["batch"], "answers.jsonl"),
             (*WRITERS["heads train"], "heads"),
         ]
         for arguments in made:
@@ -397,7 +397,6 @@ def test_many_command_lines(world: World, command: str) -> None:
 # ---- files of somebody else -------------------------------------------------------------------------------------
 
 WRITERS: dict[str, Words] = {
-    "generate": ("generate", "x", "--max-new-tokens", "2", "--out"),
     "batch": ("batch", "prompts.txt", "--max-new-tokens", "2", "--out"),
     "ngram build": ("ngram", "build", "folder", "--out"),
     "datastore build": ("datastore", "build"),
@@ -451,7 +450,7 @@ def test_nothing_of_another_kind_is_replaced(world: World, writer: str) -> None:
         ("ngram", "build", "folder", "--out", "folder/a.py"),
         ("ngram", "build", "notes.txt", "--out", "link"),
         ("ngram", "build", "link", "--out", "notes.txt"),
-        ("generate", "--prompts", "prompts.txt", "--max-new-tokens", "2", "--out", "prompts.txt"),
+        ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "prompts.txt"),
         ("datastore", "build", "nothing", "nothing/corpus.safetensors"),
     ],
 )

@@ -176,19 +176,6 @@ def test_what_ends_a_text(generate: Callable[..., Result], pair: tuple[str, str]
     assert end not in forbidden and forbidden[:first] == list(tokens[:first])
 
 
-def test_a_file_of_samples_goes_on(generate: Callable[..., Result], tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    options = ["a", "b", "--n", "2", "--temperature", "1", "--out", str(file)]
-    assert generate(*options).exit_code == 0
-    whole = sorted(file.read_text().splitlines())
-    file.write_text("\n".join(whole[:1]) + "\n")
-    assert generate(*options, "--resume").exit_code == 0
-    texts = [[json.loads(line)["text"] for line in lines] for lines in (whole, sorted(file.read_text().splitlines()))]
-    assert texts[0] == texts[1]
-    refused = generate(*["--n" if each == "--n" else "3" if each == "2" else each for each in options], "--resume")
-    assert refused.exit_code == 2 and "was made with other settings" in complaints(refused)[0]
-
-
 def test_plain_drafts_nothing(generate: Callable[..., Result]) -> None:
     plain, drafted = (json.loads(generate("a", "--json", *more).stdout) for more in (["--plain"], []))
     assert plain["stats"]["drafted"] == 0 < drafted["stats"]["drafted"]
@@ -319,7 +306,7 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["generate", "x", "--logit-bias", "5"], "--logit-bias '5' is not possible: write a token id and a number"),
         (["generate", "x", "--logit-bias", "5=nan"], "logit_bias={5: nan} is not possible"),
         (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names the token 5 twice"),
-        (["generate", "x", "--logprobs", "1"], "--logprobs are written as JSON only: add --json, or --out FILE."),
+        (["generate", "x", "--logprobs", "1"], "--logprobs are written as JSON only: add --json."),
         (
             ["generate", "x", "--max-time", "0"],
             "max_time=0.0 is not possible: it must be a number of seconds, above 0.",
@@ -394,12 +381,12 @@ class Recorder:
         return "?"
 
     def generate(
-        self, prompts: Any, skip: Any = (), on_round: Any = None, on_completion: Any = None, **options: Any
+        self, prompts: Any, on_round: Any = None, on_completion: Any = None, **options: Any
     ) -> list[Completion]:
         self.asked = options
         if self.error:
             raise self.error
-        done = {place: completion("ok") for place in range(len(prompts)) if place not in skip}
+        done = {place: completion("ok") for place in range(len(prompts))}
         for place in reversed(done):
             if on_completion:
                 on_completion(place, done[place])

@@ -105,9 +105,9 @@ def test_a_batch_has_the_answers_of_one_process_and_rank_0_writes_them(prompts: 
 def test_a_killed_rank_ends_the_job_with_a_sentence_and_what_was_finished_stays(
     killed: int, prompts: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "answers.jsonl"
+    out = tmp_path / "answers.jsonl.partial"
     prompts.write_text("\n".join(LINES * 100))
-    asked = generate(prompts, "--max-new-tokens", "48", "--batch-size", "2", "--out", str(out))
+    asked = ("batch", str(prompts), "--max-new-tokens", "48", "--max-rows", "2", "--out", str(out.with_suffix("")))
     with torchrun(*asked, "--tensor-parallel") as process:
         wait_for(lambda: out.exists() and len(out.read_text().splitlines()) > 4, process)
         os.kill(ranks_of(process)[killed], signal.SIGKILL)

@@ -335,7 +335,7 @@ def test_control_a_draft_that_nobody_scored_is_caught() -> None:
             return super().missing
 
     trusting = decoder("model")
-    asked = searches_of(trusting.target, requests(beams), range(len(TEXTS)))
+    asked = searches_of(trusting.target, requests(beams))
     searches = [Believing(each.request, each.settings, each.limit, each.index) for each in asked]
     for _ in BeamDecoder(trusting, searches).rounds():
         pass

@@ -57,13 +57,13 @@ def test_searches_run_together_as_memory_allows() -> None:
     """Two fit by the batch; with memory for the longest alone they run one by one, and below that they are refused."""
     job = engine().prepare(PROMPTS[:2], SETTINGS)
     requests, decoder = [each.request for each in job.generations], job.decoder
-    searches = searches_of(decoder.target, requests, range(2))
+    searches = searches_of(decoder.target, requests)
     lengths = [most_tokens(search, decoder.controller.most) for search in searches]
     least = next(size for size in range(1 << 16, 1 << 30, 1 << 16) if MemoryLimit(size, decoder).holds([max(lengths)]))
     assert not MemoryLimit(least, decoder).holds(lengths)
     alone = BeamDecoder(decoder, searches, memory=MemoryLimit(least, decoder))
     assert {len(running) for running in alone.rounds()} == {1}
-    together = searches_of(decoder.target, requests, range(2))
+    together = searches_of(decoder.target, requests)
     assert max(len(running) for running in BeamDecoder(decoder, together).rounds()) == 2
     found = [[each.tokens for each in search.hypotheses()] for search in searches]
     assert found == [[each.tokens for each in search.hypotheses()] for search in together]
@@ -80,15 +80,6 @@ def test_graphs_find_the_same() -> None:
         done, want = (each.generate(PROMPTS, plain=plain, **SETTINGS) for each in (compiled, engine()))
         assert [each.tokens for each in done] == [each.tokens for each in want]
         assert [each.score for each in done] == pytest.approx([each.score for each in want], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_listeners_and_texts_that_are_left_out() -> None:
-    completions: dict[int, Completion] = {}
-    done = engine().generate(PROMPTS, skip={0, 1, 2, 4}, on_completion=completions.__setitem__, **SETTINGS)
-    everything = engine().generate(PROMPTS, **SETTINGS)
-    assert sorted(completions) == [3, 5, 6, 7, 8]
-    assert [each.tokens for each in done] == [everything[place].tokens for place in (3, 5, 6, 7, 8)]
 
 
 def test_an_interrupted_search_gives_what_there_is_and_leaves_the_engine_free() -> None:

@@ -248,17 +248,6 @@ def test_a_prompt_that_finished_is_whole_when_others_are_interrupted(engine: sli
     assert reasons[came[0]] in ("stop", "length") and "interrupted" in reasons
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_skipped_changes_nothing_for_the_others(engine: slipstream.Engine, temperature: float) -> None:
-    """Also among equal prompts, whose draws are told apart by their number."""
-    prompts, came = ["def f", "def f", "x =", "def f"], list[int]()
-    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 16}
-    want = texts(engine.generate(prompts, **settings))
-    rest = engine.generate(prompts, skip={0, 2}, on_completion=lambda index, _: came.append(index), **settings)
-    assert texts(rest) == [want[1], want[3]] and sorted(came) == [1, 3]
-    assert engine.generate(prompts, skip=range(4), **settings) == []
-
-
 # ---- texts that cannot go on ------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from slipstream.cli.serve import (
     Memory,
     Names,
     RayAddress,
+    missing_libraries,
     needed,
     parse_bytes,
     read_template,
@@ -46,6 +47,7 @@ from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
     from slipstream.serve.batch.cluster import BatchCluster
+    from slipstream.serve.batch.direct import Direct
     from slipstream.serve.batch.forms import ServerReply
     from slipstream.serve.batch.lines import BatchLine, Defaults
     from slipstream.serve.batch.run import Local
@@ -99,14 +101,14 @@ def batch(
 
     Example: slipstream batch prompts.jsonl --out answers.jsonl --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
     """
-    needed("slipstream batch")
     from slipstream.serve.batch.lines import read_lines
 
-    recipe, defaults, place = _recipe(context), _defaults(context), _place(context.params)
+    recipe, defaults = _recipe(context), _defaults(context)
     _check_out(file, out, force)
     given = read_lines(file, chat)
     facts = _facts(context.params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
+    place = _place(context.params, lines)
     with _sink(out, facts, lines, force) as sink:
         tally = BatchCounts(len(lines), len(sink.answered), failed=sink.failed)
         if tally.resumed:
@@ -161,14 +163,15 @@ class BatchCounts:
 
 def _recipe(context: typer.Context) -> Recipe:
     """Return the recipe of the application that answers the batch."""
-    from slipstream.serve.batch.run import batch_settings
     from slipstream.serve.recipe import Recipe
-    from slipstream.serve.settings import Capacity
+    from slipstream.serve.settings import Capacity, Limits, ServeSettings
 
     params = context.params
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
     room = Capacity(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
-    settings = batch_settings(tuple(params["names"] or [params["target"] or "embedded"]), params["lossless"])
+    limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)  # only memory limits a batch
+    names = tuple(params["names"] or [params["target"] or "embedded"])
+    settings = ServeSettings(names, max_queue=1 << 30, lossless=params["lossless"], limits=limits)
     return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
 
 
@@ -228,21 +231,35 @@ def _sink(out: str, facts: dict[str, str], lines: list[BatchLine], force: bool) 
     return Journal(Path(out), facts, columns, force)
 
 
-def _place(params: dict[str, Any]) -> Local | BatchCluster:
-    """Return where the models run: this process or a Ray cluster. Raises ValueError for Ray's options without --ray."""
-    from slipstream.serve.batch.cluster import BatchCluster
-    from slipstream.serve.batch.run import Local
+def _place(params: dict[str, Any], lines: list[BatchLine]) -> Local | Direct | BatchCluster:
+    """Return where the models run: this process or a Ray cluster.
+
+    Raises ValueError for Ray's options without --ray, and for what needs libraries of the server that are missing.
+    """
+    from slipstream.serve.batch.direct import Direct, beyond
 
     if params["ray"]:
+        needed("--ray")
+        from slipstream.serve.batch.cluster import BatchCluster
+
         if not find_spec("ray"):
             raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
         return BatchCluster(params["ray_address"], params["actors"])
     if params["ray_address"] or params["actors"]:
         raise ValueError("--actors and --ray-address are about a cluster: add --ray.")
-    return Local(lambda state: tell(state.engine.notes), say)
+    if missing_libraries():
+        for line in lines:
+            if what := beyond(line):
+                needed(f"prompt {line.index + 1} ({what})")
+        return Direct(lambda engine: tell(engine.notes), say)
+    from slipstream.serve.batch.run import Local
+
+    return Local(lambda engine: tell(engine.notes), say)
 
 
-def _run(place: Local | BatchCluster, recipe: Recipe, lines: list[BatchLine], sink: Any, tally: BatchCounts) -> int:
+def _run(
+    place: Local | Direct | BatchCluster, recipe: Recipe, lines: list[BatchLine], sink: Any, tally: BatchCounts
+) -> int:
     """Answer the lines, with a progress bar on a terminal -> the exit code."""
     if tally.done == tally.prompts:
         sink.finish()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +17,13 @@ from slipstream.cli.options import (
     Chat,
     Explain,
     File,
-    Force,
     FormOptions,
     Image,
     Json,
     Lossless,
-    Out,
     Plain,
     Profile,
     Prompts,
-    Resume,
     Stream,
     asked_models,
     grouped,
@@ -37,13 +32,11 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.settings import answer_as_dict, call_options, read_form
 from slipstream.cli.work import Work
-from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions
-from slipstream.core.options import OPTIONS
+from slipstream.core.model_options import ModelOptions
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import Explanation
 from slipstream.engine.plan_file import Plan
-from slipstream.files import TextFileKind, check_writable
-from slipstream.text.answers import Answers, digest, open_answers
+from slipstream.text.answers import Answers
 from slipstream.text.prompts import Item, gather, with_media
 
 if TYPE_CHECKING:
@@ -52,15 +45,12 @@ if TYPE_CHECKING:
 
 
 class OutputOptions:
-    """The options for the form and the destination of the output."""
+    """The options for the form of the output."""
 
     stream: Stream = False
     explain: Explain = False
     profile: Profile = False
     as_json: Json = False
-    out: Out = None
-    resume: Resume = False
-    force: Force = False
 
 
 LOADED = ("pair", "rounds", "tree", "plan", "shape", "task", "compile", "rows", "threads", "target")
@@ -86,9 +76,9 @@ def generate(
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
 
-    --json and --out write each answer as it finishes, in that order; "index" names its prompt, from 0 on (with
-    --n and with beams the answer, beside its "prompt" and "sample"). An interrupted run (Ctrl-C, SIGTERM) marks what is
-    unfinished; --out FILE --resume makes that, and failed ones, again.
+    --json writes each answer as it finishes, in that order; "index" names its prompt, from 0 on (with --n and with
+    beams the answer, beside its "prompt" and "sample"). An interrupted run (Ctrl-C, SIGTERM) marks what is unfinished.
+    For files of answers, and runs that go on where they were, there is `slipstream batch`.
 
     Example: slipstream generate "def fibonacci(n):" --max-new-tokens 64 --temperature 0.8 --stream
 
@@ -118,20 +108,12 @@ def generate(
 
 
 def _answer(work: Work, params: dict[str, Any]) -> int:
-    """Generate for all prompts, and print or write the results -> the exit code."""
+    """Generate for all prompts, and print the results -> the exit code."""
     for item in work.items:
         if item.error:
             say(f"{item.where}: {item.error}")
-    if params["out"] is not None:
-        # A resumed run compares the settings, and of every prompt the text or the error.
-        settings = digest({**{name: params.get(name) for name in LAW}, **read_form(params)})
-        digests = [{"settings": settings, "prompt": digest([item.prompt, item.error])} for item in work.items]
-        answers = open_answers(params["out"], digests, params["resume"], params["force"])
-        with closing(answers.stream):
-            code = _show_json(work, answers)
-    else:
-        shows = {"stream": _show_stream, "explain": _show_rounds, "as_json": _show_json}
-        code = next((show for name, show in shows.items() if params[name]), _show_text)(work)
+    shows = {"stream": _show_stream, "explain": _show_rounds, "as_json": _show_json}
+    code = next((show for name, show in shows.items() if params[name]), _show_text)(work)
     return code or (WRONG if work.failed or any(item.error for item in work.items) else 0)
 
 
@@ -233,49 +215,33 @@ def _show_rounds(work: Work) -> int:
     return code
 
 
-def _show_json(work: Work, answers: Answers | None = None) -> int:
-    """Write a JSON object per prompt to standard output or a file, as each finishes; at an interrupt, the rest too."""
-    out = Answers(sys.stdout) if answers is None else answers
+def _show_json(work: Work) -> int:
+    """Print a JSON object per prompt, as each finishes; at an interrupt, the rest too."""
+    out = Answers(sys.stdout)
     for index, item in enumerate(work.items):
         if item.error:
             out.write(index, {**work.place(index), "error": f"{item.where}: {item.error}"})
     places = [index for index, item in enumerate(work.items) if not item.error]
-    skip = {place for place, index in enumerate(places) if index in out.finished}
 
     def show(place: int, completion: Completion) -> None:
         out.write(places[place], {**work.place(places[place]), **answer_as_dict(completion)})
 
-    watched = answers is not None or not sys.stdout.isatty()  # on a terminal, lines and a progress bar would mix
-    completions, code = (work.run_watched if watched else work.run)(skip, on_completion=show)
-    left = [place for place in range(len(places)) if place not in skip]
-    for place, completion in zip(left, completions, strict=True) if completions else ():
+    watched = not sys.stdout.isatty()  # on a terminal, lines and a progress bar would mix
+    completions, code = (work.run_watched if watched else work.run)(on_completion=show)
+    for place, completion in enumerate(completions):
         if places[place] not in out.written:
             show(place, completion)
-    work.close(completions, skip)
+    work.close(completions)
     return code
 
 
 def _check_output(params: dict[str, Any]) -> None:
     """Raises ValueError for options of the output that do not go together, before anything is loaded."""
-    out, file, resume, force = (params[name] for name in ("out", "file", "resume", "force"))
     shown = {flag(name): params[name] for name in ("stream", "explain")}
-    _one_at_most({**shown, "--json": params["as_json"], "--out": out is not None})
+    _one_at_most({**shown, "--json": params["as_json"]})
     _one_at_most({"--num-beams": (params["num_beams"] or 1) > 1, **shown})
-    if params["logprobs"] is not None and not params["as_json"] and out is None:
-        raise ValueError("--logprobs are written as JSON only: add --json, or --out FILE.")
-    if out is None and (resume or force):
-        raise ValueError(f"{'--resume' if resume else '--force'} is about the file of --out: name it.")
-    if resume and force:
-        raise ValueError("--resume and --force exclude each other: go on with the file, or replace it.")
-    if out is None:
-        return
-    if os.path.isfile(out) and not (resume or force):
-        raise ValueError(f"{out} exists: --resume goes on with it, --force replaces it.")
-    check_writable(out, TextFileKind("file of answers", '"digests"'), True, [] if file is None else [file])
-
-
-# What determines the answers; draft, batch size and device do not.
-LAW = (*(name for name, each in MODEL_OPTIONS.items() if each.changes), "chat", *(OPTIONS.keys() - {"plain"}))
+    if params["logprobs"] is not None and not params["as_json"]:
+        raise ValueError("--logprobs are written as JSON only: add --json.")
 
 
 def _begin(work: Work, item: Item) -> None:

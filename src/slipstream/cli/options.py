@@ -89,10 +89,6 @@ Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.",
 Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
 Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]
 Json = Annotated[bool, _option(OUTPUT, None, "A JSON line per prompt, as each finishes; index names it.", "--json")]
-Out = Annotated[
-    str | None, _option(OUTPUT, "FILE", "Write the JSON lines to FILE, each as it finishes, instead of printing.")
-]
-Resume = Annotated[bool, _option(OUTPUT, None, "Go on with the --out FILE of an earlier run.", "--resume")]
 Force = Annotated[
     bool, _option(OUTPUT, None, "Replace an existing file that is of another kind; never an input.", "--force")
 ]

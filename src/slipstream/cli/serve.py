@@ -201,10 +201,14 @@ def _log(path: str | None) -> Any:
     return sys.stdout if path == "-" else open(path, "a", encoding="utf-8", buffering=1)
 
 
+def missing_libraries() -> list[str]:
+    """Return the names of the server's libraries that are not installed."""
+    return [name for name in ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx") if not find_spec(name)]
+
+
 def needed(command: str = "the server") -> None:
     """Raises ValueError with the command to install them if libraries of the server are missing."""
-    libraries = ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx")
-    if missing := [name for name in libraries if not find_spec(name)]:
+    if missing := missing_libraries():
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'slipstream[serve]'.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,31 +44,31 @@ class Work:
         """Return which sample of which prompt an answer is; {} if prompts have a single one."""
         return {} if self.samples == 1 else {"prompt": index // self.samples, "sample": index % self.samples}
 
-    def run(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
-        """Generate all good prompts but those at the places `skip` -> completions, and INTERRUPTED or 0."""
+    def run(self, **listeners: Any) -> tuple[list[Completion], int]:
+        """Generate all good prompts -> completions, and INTERRUPTED or 0."""
         from slipstream.engine.engine import Interrupted
 
         prompts = [item.prompt for item in self.good[:: self.together]]
-        if len(self.good) == len(skip):
+        if not self.good:
             return [], 0
         try:
-            return self.engine.generate(prompts, skip=skip, **listeners, **self.options), 0
+            return self.engine.generate(prompts, **listeners, **self.options), 0
         except Interrupted as stop:
             return stop.completions, INTERRUPTED
 
-    def run_watched(self, skip: Collection[int] = (), **listeners: Any) -> tuple[list[Completion], int]:
+    def run_watched(self, **listeners: Any) -> tuple[list[Completion], int]:
         """Generate with a progress bar; see `run`."""
         if self.options.get("num_beams", 1) > 1:
-            return self._search_watched(skip, **listeners)
-        count, most = len(self.good) - len(skip), self.options["max_new_tokens"]
+            return self._search_watched(**listeners)
+        count, most = len(self.good), self.options["max_new_tokens"]
         with progress(console(stderr=True), count, most) as on_round:
-            return self.run(skip, on_round=on_round, **listeners)
+            return self.run(on_round=on_round, **listeners)
 
     def _search_watched(
-        self, skip: Collection[int], on_completion: Callable[[int, Completion], object] | None = None
+        self, on_completion: Callable[[int, Completion], object] | None = None
     ) -> tuple[list[Completion], int]:
         """Run a beam search with a progress bar of finished texts, since their tokens are known only at the end."""
-        done, most = set[int](), len(self.good) - len(skip)
+        done, most = set[int](), len(self.good)
         with steps(console(stderr=True)) as tell_done:
 
             def show(place: int, completion: Completion) -> None:
@@ -78,13 +78,12 @@ class Work:
                     on_completion(place, completion)
 
             tell_done(0, most, "texts")
-            return self.run(skip, on_completion=show)
+            return self.run(on_completion=show)
 
-    def close(self, completions: Sequence[Completion], skip: Collection[int] = ()) -> None:
+    def close(self, completions: Sequence[Completion]) -> None:
         """Print notes on standard error: failures, full contexts, and times if `profile` is set."""
-        items = [item for place, item in enumerate(self.good) if place not in skip]
         full = []
-        for item, completion in zip(items, completions, strict=False):
+        for item, completion in zip(self.good, completions, strict=False):
             if completion.error:
                 self.failed = True
                 say(f"{item.where}: {completion.error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -119,14 +119,11 @@ class BeamDecoder:
             self.running = [search for search in self.running if not search.finish_reason]
 
 
-def searches_of(target: Scorer, requests: Sequence[Request], numbers: Collection[int]) -> list[BeamSearch]:
-    """Create a search for each request, with `numbers` as their indices.
-
-    Raises ValueError for requests that the target cannot run by beam search.
-    """
+def searches_of(target: Scorer, requests: Sequence[Request]) -> list[BeamSearch]:
+    """Create a search for each request. Raises ValueError for one that the target cannot run by beam search."""
     check_requests(target, requests)
     searches = []
-    for request, number in zip(requests, numbers, strict=True):
+    for number, request in enumerate(requests):
         assert request.beams is not None
         if request.media is not None:
             raise ValueError("num_beams reads text alone: leave out images and sounds, or num_beams.")
@@ -150,7 +147,7 @@ def most_tokens(search: BeamSearch, gamma: int) -> int:
 
 def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearch]:
     """Run beam search for all requests to the end -> the finished searches, in order."""
-    searches = searches_of(decoder.target, requests, range(len(requests)))
+    searches = searches_of(decoder.target, requests)
     for _ in BeamDecoder(decoder, searches).rounds():
         pass
     return searches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -19,19 +19,16 @@ from slipstream.engine.job import Job
 class BeamTexts:
     """Runs a beam search for each prompt of a job and collects the completions.
 
-    Text i is number i % width of prompt i // width, where `width` is `num_return_sequences`. Texts at the indices
-    `skip` are left out; a prompt is searched if any of its texts is wanted. `memory` limits the bytes that the caches
-    may take. Raises ValueError for requests that the target or the draft cannot search, or for which there is too
-    little memory.
+    Text i is number i % width of prompt i // width, where `width` is `num_return_sequences`. `memory` limits the bytes
+    that the caches may take. Raises ValueError for requests that the target or the draft cannot search, or for which
+    there is too little memory.
     """
 
-    def __init__(self, job: Job, skip: Collection[int] = (), memory: int | None = None) -> None:
+    def __init__(self, job: Job, memory: int | None = None) -> None:
         beams = job.options.beams
         assert beams is not None
-        self._job, self._skip, self._width = job, skip, beams.num_return_sequences
-        wanted = [place for place in range(len(job.generations)) if any(i not in skip for i in self._texts_of(place))]
-        requests = [job.generations[place].request for place in wanted]
-        self._searches = searches_of(job.decoder.target, requests, wanted)
+        self._job, self._width = job, beams.num_return_sequences
+        self._searches = searches_of(job.decoder.target, [each.request for each in job.generations])
         self._admission: Admission = Unlimited() if memory is None else MemoryLimit(memory, job.decoder)
         for search in self._searches:
             if not self._admission.holds([most_tokens(search, job.decoder.controller.most)]):
@@ -74,7 +71,7 @@ class BeamTexts:
         return [self._done.get(index, now) for search in self._searches for index, now in self._completions_of(search)]
 
     def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
-        """Store the completions of a search that has ended, and report those that are wanted."""
+        """Store the completions of a search that has ended, and report them."""
         self._done |= dict(self._completions_of(search))
         for index in self._texts_of(search.index):
             if on_completion is not None and index in self._done:
@@ -84,12 +81,10 @@ class BeamTexts:
         return range(place * self._width, (place + 1) * self._width)
 
     def _completions_of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
-        """Yield the wanted completions of a search with their indices; the first text has the search's statistics."""
+        """Yield the completions of a search with their indices; the first text has the search's statistics."""
         generation, hypotheses = self._job.generations[search.index], search.hypotheses()
         for rank, index in enumerate(self._texts_of(search.index)):
             stats = search.stats if not rank else Stats()
-            if index in self._skip:
-                continue
             if rank < len(hypotheses):
                 yield index, _completion(generation, search, hypotheses[rank], stats)
             else:

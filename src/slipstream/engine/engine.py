@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -84,7 +84,6 @@ class Engine:
         *,
         on_completion: Callable[[int, Completion], object] | None = None,
         on_round: Callable[[Round], object] | None = None,
-        skip: Collection[int] = (),
         **options: Any,
     ) -> list[Completion]:
         """Continue every prompt, several at a time -> completions in the order of the prompts.
@@ -108,9 +107,8 @@ class Engine:
           With a `temperature`, the beams of each step are sampled, as with transformers' `do_sample`.
         - `priority` (0; lower ones run first) and `cache_salt`: prompts share cached prefixes only with the same salt.
 
-        `on_completion(index, completion)` is called as soon as a text is finished, not in the order of the prompts. The
-        texts at the indices `skip` are not generated and not returned: the others get the texts that they would
-        have had among all. A text that cannot go on, for example because a processor raises, has the reason in `error`.
+        `on_completion(index, completion)` is called as soon as a text is finished, not in the order of the prompts. A
+        text that cannot go on, for example because a processor raises, has the reason in `error`.
 
         Raises ValueError for a prompt that is empty or too long and for impossible settings, TypeError for
         unknown options, and `Interrupted` on Ctrl-C.
@@ -123,28 +121,29 @@ class Engine:
         if job.options.beams is not None:
             if on_round is not None:
                 raise ValueError("on_round is not called with num_beams, which has no such rounds: leave it out.")
-            return _searched(BeamTexts(job, skip), on_completion)
+            return _searched(BeamTexts(job), on_completion)
         with Scheduler(job.decoder) as scheduler:
-            begun = job.begin(scheduler, skip)
+            job.begin(scheduler)
             try:
                 for round in scheduler.rounds():
                     if on_round is not None:
                         on_round(round)
                     for place, row in enumerate(round.rows):
-                        begun[row.index].record(round, place)
+                        job.generations[row.index].record(round, place)
                     for index in (row.index for row in round.rows if row.finish_reason):
-                        done[index] = begun[index].completion
+                        done[index] = job.generations[index].completion
                         if on_completion is not None:
                             on_completion(index, done[index])
             except KeyboardInterrupt:
-                raise Interrupted([done.get(index) or one.completion for index, one in begun.items()]) from None
-        for index in [
-            each for each in begun if each not in done
-        ]:  # of these, only the prompts were scored, without a round
-            done[index] = begun[index].completion
-            if on_completion is not None:
-                on_completion(index, done[index])
-        return [done[index] for index in begun]
+                raise Interrupted(
+                    [done.get(index) or one.completion for index, one in enumerate(job.generations)]
+                ) from None
+        for index, one in enumerate(job.generations):
+            if index not in done:  # only its prompt was scored, without a round
+                done[index] = one.completion
+                if on_completion is not None:
+                    on_completion(index, done[index])
+        return [done[index] for index in range(len(job.generations))]
 
     def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options as for `generate`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ class Job:
     options: Options
     generations: list[Generation]
 
-    def begin(self, scheduler: Scheduler, skip: Collection[int] = ()) -> dict[int, Generation]:
-        """Queue all generations but those at the indices `skip` -> the queued ones, by index."""
-        begun = {index: one for index, one in enumerate(self.generations) if index not in skip}
-        for index, generation in begun.items():
+    def begin(self, scheduler: Scheduler) -> None:
+        """Queue all generations, under their indices."""
+        for index, generation in enumerate(self.generations):
             generation.row = scheduler.add(generation.request, index)
-        return begun
 
     def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
         """Play rounds to the end -> the pieces of each round, with the index of their generation."""
         with Scheduler(self.decoder) as scheduler:
-            begun = self.begin(scheduler)
+            self.begin(scheduler)
             for round in scheduler.rounds():
                 yield [
                     (row.index, piece)
                     for place, row in enumerate(round.rows)
-                    for piece in begun[row.index].follow(round, place)
+                    for piece in self.generations[row.index].follow(round, place)
                 ]
-            if scored := [(index, one.end()) for index, one in begun.items() if not one.request.max_new_tokens]:
+            if scored := [
+                (index, one.end()) for index, one in enumerate(self.generations) if not one.request.max_new_tokens
+            ]:
                 yield scored
 
     def stream(self) -> Iterator[tuple[int, Piece]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from slipstream.core.model_options import ModelOptions
+from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.serve.settings import Capacity, ServeSettings
-from slipstream.serve.state import ServerState
+
+if TYPE_CHECKING:
+    from slipstream.serve.state import ServerState
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,16 @@ class Recipe:
         """The name of the draft, as users wrote it; without a target it is the draft of the embedded pair."""
         return self.models.draft or (None if self.models.target else "embedded")
 
-    def state(self, progress: Callable[[str], object] | None = None) -> ServerState:
-        """Load the models -> the state of a server. Raises ValueError as `slipstream.load` does."""
+    def engine(self, progress: Callable[[str], object] | None = None) -> Engine:
+        """Load the models -> an engine with the chat template. Raises ValueError as `slipstream.load` does."""
         engine = load(replace(self.models, batch_size=self.room.rows), progress=progress)
         if self.template is not None:
             for owner in (engine.tokenizer, *([engine.media.processor] if engine.media else [])):
                 owner.chat_template = self.template
-        return ServerState.new(engine, self.settings, self.room, self.draft)
+        return engine
+
+    def state(self, progress: Callable[[str], object] | None = None) -> ServerState:
+        """Load the models -> the state of a server. Raises ValueError as `slipstream.load` does."""
+        from slipstream.serve.state import ServerState  # it needs the server's libraries, as a batch need not
+
+        return ServerState.new(self.engine(progress), self.settings, self.room, self.draft)

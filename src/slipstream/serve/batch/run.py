@@ -9,24 +9,18 @@ from dataclasses import dataclass
 
 from httpx import ASGITransport, AsyncClient
 
+from slipstream.engine.engine import Engine
 from slipstream.serve.app import create_app
 from slipstream.serve.batch.forms import ServerReply, refused
 from slipstream.serve.batch.journal import Sink
 from slipstream.serve.batch.lines import BatchLine
 from slipstream.serve.faults import Unavailable
 from slipstream.serve.recipe import Recipe
-from slipstream.serve.settings import Limits, ServeSettings
 from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
 
 ENDED = 503
 """The status of an application that takes no more requests."""
-
-
-def batch_settings(names: tuple[str, ...], lossless: bool) -> ServeSettings:
-    """Return the settings of an application that only answers a batch: only memory limits it."""
-    limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)
-    return ServeSettings(names, max_queue=1 << 30, lossless=lossless, limits=limits)
 
 
 class Asker:
@@ -69,9 +63,9 @@ class Asker:
 
 @dataclass(frozen=True)
 class Local:
-    """Runs a batch in this process; `on_load` is called with the loaded server state, `progress` while loading."""
+    """Runs a batch in this process; `on_load` is called with the loaded engine, `progress` while loading."""
 
-    on_load: Callable[[ServerState], object]
+    on_load: Callable[[Engine], object]
     progress: Callable[[str], object]
 
     def run(
@@ -87,7 +81,7 @@ class Local:
         stored; answers stored before are kept.
         """
         state = recipe.state(self.progress)
-        self.on_load(state)
+        self.on_load(state.engine)
         asyncio.run(_answer_all(state, lines, sink, on_answer))
         sink.finish()
 

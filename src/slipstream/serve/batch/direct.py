@@ -1,0 +1,111 @@
+"""Running a batch without the server's libraries: lines in our own format go to the engine as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.cache.prefixes import PrefixCache
+from slipstream.core.options import REQUEST_FIELDS
+from slipstream.decoding.rules import COUPLED
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.engine.engine import Engine
+from slipstream.engine.generation import Completion, Generation
+from slipstream.serve.batch.forms import PLAIN, ServerReply, refused
+from slipstream.serve.batch.journal import Sink
+from slipstream.serve.batch.lines import BatchLine
+from slipstream.serve.recipe import Recipe
+
+OPTIONS = {field: name for name, field in REQUEST_FIELDS.items()}
+"""The fields of a line that the engine knows -> its names for them."""
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Runs a batch in this process, as `Local` does, but without an application: for lines of which `beyond` is empty.
+
+    `on_load` is called with the loaded engine, `progress` while loading.
+    """
+
+    on_load: Callable[[Engine], object]
+    progress: Callable[[str], object]
+
+    def run(
+        self,
+        recipe: Recipe,
+        lines: Sequence[BatchLine],
+        sink: Sink,
+        on_answer: Callable[[BatchLine, ServerReply], object],
+    ) -> None:
+        """Answer all lines that the sink lacks; raises as `Local.run` does."""
+        engine, room, texts = recipe.engine(self.progress), recipe.room, dict[int, list[Generation]]()
+        self.on_load(engine)
+        prefixes = PrefixCache(room.cache_bytes) if room.cache_bytes else None
+        left = iter([line for line in lines if line.index not in sink.answered])
+
+        def answer(line: BatchLine, reply: ServerReply) -> None:
+            sink.write(line, reply)
+            on_answer(line, reply)
+
+        with Scheduler(engine.shared_decoder, prefix_cache=prefixes, memory=room.memory) as scheduler:
+            while True:
+                while len(texts) < 2 * room.rows and (line := next(left, None)):
+                    try:
+                        texts[line.index] = _begin(line, engine, scheduler, recipe.settings.lossless)
+                    except Exception as error:  # a chat template may raise anything
+                        answer(line, refused(str(error) or type(error).__name__))
+                if not texts:
+                    break
+                if round := scheduler.step():
+                    by_row = {id(each.row): each for some in texts.values() for each in some}
+                    for place, row in enumerate(round.rows):
+                        by_row[id(row)].record(round, place)
+                for index in [i for i, some in texts.items() if all(one.row and one.row.finish_reason for one in some)]:
+                    answer(lines[index], _reply([each.completion for each in texts.pop(index)]))
+        sink.finish()
+
+
+def beyond(line: BatchLine) -> str:
+    """Return what of a line only the server's application can answer, such as a field; empty if there is nothing."""
+    if line.error or line.form is not PLAIN:
+        return "" if line.error else "OpenAI's batch format"
+    others = line.body.keys() - OPTIONS.keys() - {"prompt", "messages", "speculative"}
+    speculative, messages = line.body.get("speculative", {}), line.body.get("messages", [])
+    if not isinstance(speculative, dict) or speculative.keys() - {"verify", "gamma"}:
+        others.add("speculative")
+    if any(each.keys() != {"role", "content"} or not isinstance(each["content"], str) for each in messages):
+        others.add("messages")
+    return ", ".join(sorted(others))
+
+
+def _begin(line: BatchLine, engine: Engine, scheduler: Scheduler, lossless: bool) -> list[Generation]:
+    """Queue the texts of a line. Raises ValueError or TypeError for one that cannot be answered."""
+    if line.error:
+        raise ValueError(line.error)
+    options: dict[str, Any] = {OPTIONS[name]: value for name, value in line.body.items() if name in OPTIONS}
+    if biases := options.get("logit_bias"):  # as servers write it: -100 forbids a token
+        options["logit_bias"] = {int(token): float("-inf") if bias == -100 else bias for token, bias in biases.items()}
+    if options.get("top_k") == -1:  # off, as in vLLM
+        del options["top_k"]
+    verify = {} if options.get("seed") is None else {"verify": COUPLED}
+    options |= {"lossless": lossless, **verify, **line.body.get("speculative", {})}
+    prompt = line.body.get("messages") or line.body["prompt"]
+    ids = "prompt" in line.body and not isinstance(prompt, str)
+    generations = engine.prepare([tuple(prompt) if ids else prompt], options, shared=True).generations
+    for each in generations:
+        scheduler.check(each.request)  # before any of them is queued
+    for each in generations:
+        each.row = scheduler.add(each.request)
+    return generations
+
+
+def _reply(completions: Sequence[Completion]) -> ServerReply:
+    """Return the texts of a line as the application answers it; the first error ends the line."""
+    if error := next((each.error for each in completions if each.error), None):
+        return refused(error)
+    reasons = ["stop" if each.finish_reason == "stop" else "length" for each in completions]
+    choices = [{"text": each.text, "finish_reason": why} for each, why in zip(completions, reasons, strict=True)]
+    written = sum(len(each.tokens) for each in completions)
+    usage = {"prompt_tokens": completions[0].prompt_tokens, "completion_tokens": written}
+    return ServerReply(200, {"choices": choices, "usage": usage})
