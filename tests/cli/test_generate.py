@@ -419,8 +419,6 @@ def test_defaults(engine: Recorder) -> None:
         "echo": False,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "no_repeat_ngram_size": 0,
-        "min_new_tokens": 0,
         "ignore_eos": False,
         "num_beams": 1,
     }
