@@ -14,7 +14,7 @@ from slipstream.drafters.remote.address import Settings
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use
 from slipstream.drafters.remote.frames import HEAD, Frame, FrameType, decode_body, decode_head, encode
 from slipstream.drafters.remote.hello import VocabularySketch
-from slipstream.drafters.remote.link import Connection, Missed
+from slipstream.drafters.remote.link import DraftConnection, Missed
 from slipstream.drafters.remote.messages import AskRow, DraftRow, OpenRow, draft_frame, read_ask
 from slipstream.serve.drafts.rows import DraftRows
 from slipstream.serve.drafts.server import DraftServer, DraftSettings
@@ -119,7 +119,7 @@ def serving(drafter: Drafter, vocab: int, port: int = 0, tls: Any = None, **sett
 def connected(port: int, vocab: int, **settings: Any) -> Iterator[RemoteDrafter]:
     """A drafter that uses the server at a port."""
     connection_settings = Settings("127.0.0.1", port, **{"backoff": 0.02, "longest_backoff": 0.1, **settings})
-    connection = Connection(connection_settings, VocabularySketch(vocab))
+    connection = DraftConnection(connection_settings, VocabularySketch(vocab))
     try:
         with suppress(ValueError):
             connection.first_word(5)

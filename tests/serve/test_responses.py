@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve.conftest import ServerProcess
-from slipstream.serve.conversations import Conversations, NotKept
+from slipstream.serve.conversations import Conversations, NoSuchResponse
 from slipstream.serve.response_input import as_chat
 from slipstream.serve.response_schema import InputMessage, ResponsesRequest
 
@@ -193,15 +193,15 @@ def test_few_conversations_are_kept_and_only_for_their_tenants() -> None:
         answer(name, 20)
     assert len(again("4").items) == 3 and len(again("msg_4", kind="item").items) == 1
     for wrong in (("1",), ("4", "b"), ("msg_1", "a", "item"), ("msg_4", "b", "item")):
-        with pytest.raises(NotKept, match="send the whole conversation"):
+        with pytest.raises(NoSuchResponse, match="send the whole conversation"):
             again(*wrong)
     answer("5", 80)  # more than 100 bytes with the last three: two of them are dropped
     assert again("4") and again("5")
-    with pytest.raises(NotKept):
+    with pytest.raises(NoSuchResponse):
         again("3")
     answer("6", 200)  # too long to be kept
     for name in "456":
-        with pytest.raises(NotKept):
+        with pytest.raises(NoSuchResponse):
             again(name)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.text.detokenize import Detokenizer, Transcript
+from slipstream.text.detokenize import Detokenizer, EmittedText
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -54,7 +54,7 @@ def test_leading_spaces_depend_on_the_token_before() -> None:
     ],
 )
 def test_a_stop_string_ends_the_text_before_itself(text: str, stops: list[str], want: str, used: int) -> None:
-    transcript = Transcript(decode, stops)
+    transcript = EmittedText(decode, stops)
     tokens = 0
     for byte in text.encode():
         tokens += 1
@@ -66,7 +66,7 @@ def test_a_stop_string_ends_the_text_before_itself(text: str, stops: list[str], 
 
 @given(st.text(alphabet="ab\n"), st.lists(st.text(alphabet="ab\n", min_size=1, max_size=3), max_size=2))
 def test_what_is_taken_is_never_taken_back(text: str, stops: list[str]) -> None:
-    transcript, taken = Transcript(decode, stops), ""
+    transcript, taken = EmittedText(decode, stops), ""
     for count, byte in enumerate(text.encode(), 1):
         stopped = transcript.push(byte)
         taken += transcript.take(count)

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from transformers import ByT5Tokenizer
 
-from slipstream.text.detokenize import Detokenizer, Transcript
+from slipstream.text.detokenize import Detokenizer, EmittedText
 from slipstream.text.spelling import Spelling
 from tongues import SENTENCEPIECE, tongue
 
@@ -74,7 +74,7 @@ def test_a_stream_and_a_whole_answer_are_what_the_output_adds_to_the_prompt(name
     for _ in range(60):
         prompt, output = some_tokens(name, rng, rng.randrange(25)), some_tokens(name, rng, rng.randrange(1, 50))
         want = answer(name, prompt, output)
-        whole, stream = (Transcript(spelling(name).decode, (), prompt, spelling(name).hidden) for _ in range(2))
+        whole, stream = (EmittedText(spelling(name).decode, (), prompt, spelling(name).hidden) for _ in range(2))
         whole.extend(output)
         whole.finish()
         pieces = [stream.take(count) for count, token in enumerate(output, 1) if not stream.push(token)]
@@ -83,7 +83,7 @@ def test_a_stream_and_a_whole_answer_are_what_the_output_adds_to_the_prompt(name
         near = [want[at : at + rng.randrange(1, 4)] for at in (rng.randrange(len(want) + 1) for _ in range(3))]
         stops = [stop for stop in [*near, "~~"] if stop and "\ufffd" not in stop]
         least = rng.choice((0, 0, 3, 10))
-        cut = Transcript(spelling(name).decode, stops, prompt, spelling(name).hidden, least)
+        cut = EmittedText(spelling(name).decode, stops, prompt, spelling(name).hidden, least)
         taken = list[str]()
         for count, token in enumerate(output, 1):
             ended = cut.push(token)
@@ -139,7 +139,7 @@ def test_bytes_that_are_tokens_are_their_own() -> None:
     tokenizer = ByT5Tokenizer()
     own, ids = Spelling(tokenizer), tokenizer.encode("ok 😀", add_special_tokens=False)
     assert [own.write(token) for token in ids] == [bytes([byte]) for byte in "ok 😀".encode()]
-    made = Transcript(own.decode, (), ids[:1], own.hidden)
+    made = EmittedText(own.decode, (), ids[:1], own.hidden)
     pieces = [made.take(count) for count, token in enumerate(ids[1:], 1) if not made.push(token)]
     assert pieces == ["k", " ", "", "", "", "😀"]
 
@@ -161,13 +161,13 @@ def test_bytes_without_end_are_decoded_in_short_tails() -> None:
 # ---- special tokens and stop strings ----
 
 
-def transcript(text: str, stops: Sequence[str], least: int = 0) -> Transcript:
+def transcript(text: str, stops: Sequence[str], least: int = 0) -> EmittedText:
     """A transcript of tokens that are characters; | is special and not printed."""
 
     def decode(tokens: Sequence[int]) -> str:
         return "".join(chr(token) for token in tokens if chr(token) != "|")
 
-    made = Transcript(decode, stops, hidden={ord("|"): "<|end|>"}, least=least)
+    made = EmittedText(decode, stops, hidden={ord("|"): "<|end|>"}, least=least)
     for character in text:
         if made.push(ord(character)):
             break

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from slipstream.serve.batch.cluster import BatchCluster
     from slipstream.serve.batch.direct import Direct
     from slipstream.serve.batch.forms import ServerReply
-    from slipstream.serve.batch.lines import BatchLine, Defaults
+    from slipstream.serve.batch.lines import BatchLine, LineDefaults
     from slipstream.serve.batch.run import Local
     from slipstream.serve.recipe import Recipe
 
@@ -175,9 +175,9 @@ def _recipe(context: typer.Context) -> Recipe:
     return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
 
 
-def _defaults(context: typer.Context) -> Defaults:
+def _defaults(context: typer.Context) -> LineDefaults:
     """Return the request fields that the options set, for lines without them. Raises ValueError for bad values."""
-    from slipstream.serve.batch.lines import Defaults
+    from slipstream.serve.batch.lines import LineDefaults
 
     params, written = context.params, written_parameters(context)
     options = {
@@ -191,10 +191,12 @@ def _defaults(context: typer.Context) -> Defaults:
     if "verify" in written:
         body["speculative"] = {"verify": params["verify"]}
     plain = {"temperature": params["temperature"], "max_tokens": params["max_new_tokens"]}
-    return Defaults(body, plain, params["seed"])
+    return LineDefaults(body, plain, params["seed"])
 
 
-def _facts(params: dict[str, Any], defaults: Defaults, template: str | None, lines: list[BatchLine]) -> dict[str, str]:
+def _facts(
+    params: dict[str, Any], defaults: LineDefaults, template: str | None, lines: list[BatchLine]
+) -> dict[str, str]:
     """Return digests of the settings and of the prompts: a run resumes only a journal with the same ones."""
     from slipstream.serve.batch.lines import fingerprint
 

@@ -41,7 +41,7 @@ from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.address import Settings, split_address
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use
 from slipstream.drafters.remote.hello import VocabularySketch, read_key
-from slipstream.drafters.remote.link import Connection
+from slipstream.drafters.remote.link import DraftConnection
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
 from slipstream.kernels.quantization import NEAREST, Precision
@@ -305,7 +305,7 @@ def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Dra
     )
     if context.target.source_form is not None and context.target.source_form.features:
         raise ValueError(f"{context.target.name} takes audio, which is not sent to draft servers: use a local draft.")
-    connection = Connection(settings, VocabularySketch.of(context.target.vocab, context.tokenizer))
+    connection = DraftConnection(settings, VocabularySketch.of(context.target.vocab, context.tokenizer))
     try:
         fault = connection.first_word(WAIT)
     except ValueError as error:

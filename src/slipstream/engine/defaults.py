@@ -116,12 +116,12 @@ class Defaults:
             own["min_new_tokens"] = min(own["min_new_tokens"], most)
         return {**own, **given}
 
-    def processors(self, most: int, settings: Mapping[str, Any]) -> ModelProcessors | None:
+    def processors(self, most: int, settings: Mapping[str, Any]) -> ConfiguredProcessors | None:
         """Return the processors of a call of at most so many tokens with these settings; None if there are none."""
         grammar, least = settings.get("grammar") is not None, settings.get("min_new_tokens") is not None
         unused = {*(ENDS if grammar else ()), *(("min_length",) if least else ())}
         others = {name: value for name, value in self.others.items() if name not in unused}
-        return ModelProcessors(others, self.eos, most) if others else None
+        return ConfiguredProcessors(others, self.eos, most) if others else None
 
     @property
     def notes(self) -> list[str]:
@@ -152,7 +152,7 @@ def _config(model: Any, asked: Any) -> GenerationConfig:
 
 
 @dataclass(frozen=True)
-class ModelProcessors:
+class ConfiguredProcessors:
     """Makes the processors that a generation config asks for by `given`, in transformers' order.
 
     `eos` are the tokens that end a text, and `most` is its length in tokens at most.

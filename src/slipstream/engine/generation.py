@@ -14,7 +14,7 @@ from slipstream.core.logprobs import TokenLogprobs, token_logprobs
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
-from slipstream.text.detokenize import Decode, Transcript
+from slipstream.text.detokenize import Decode, EmittedText
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class Generation:
     steps: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted tokens of each round
     _logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     _followed: int = field(default=0, init=False)  # tokens of the text that were made pieces of
-    _transcript: Transcript = field(init=False)
+    _transcript: EmittedText = field(init=False)
 
     def __post_init__(self) -> None:
         self._transcript, self._unsent = self._new_transcript(), self.echo
         if self.stops:  # the round calls `stop` for every token, before any of its tokens gets here
             self.request = replace(self.request, stop=lambda tokens: self._transcript.push(tokens[-1]))
 
-    def _new_transcript(self) -> Transcript:
+    def _new_transcript(self) -> EmittedText:
         prompt, media = self.request.prompt, self.request.media
         before = prompt if media is None else media.text(prompt)
-        return Transcript(self.decode, self.stops, before, self.hidden, self.least)
+        return EmittedText(self.decode, self.stops, before, self.hidden, self.least)
 
     def follow(self, round: Round, place: int) -> Iterator[Piece]:
         """Yield the pieces of a round in which the row ran at `place`, one for every token; see `Piece`."""

@@ -13,7 +13,7 @@ RESPONSES, BYTES = 1000, 64 << 20
 """The most responses that are kept, and the most bytes of their requests together."""
 
 
-class NotKept(BadRequest):
+class NoSuchResponse(BadRequest):
     """A request goes on with a response that is not kept (400)."""
 
     code = "previous_response_not_found"
@@ -24,7 +24,7 @@ class NotKept(BadRequest):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class StoredConversation:
     """The items of a tenant's conversation, those of the last response by their ids, and the bytes that they took."""
 
     tenant: str
@@ -38,25 +38,25 @@ class Conversations:
 
     def __init__(self, most: int = RESPONSES, size: int = BYTES) -> None:
         self._most, self._size = most, size
-        self._kept: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], StoredConversation] = OrderedDict()
         self._total = 0
 
-    def resume(self, body: ResponsesRequest, tenant: str, size: int) -> Conversation:
+    def resume(self, body: ResponsesRequest, tenant: str, size: int) -> StoredConversation:
         """Return the conversation that a request of `size` bytes goes on with, and its own items.
 
         Raises NotKept if it names a response, or an item of one, that is not kept.
         """
-        before = Conversation(tenant)
+        before = StoredConversation(tenant)
         if body.previous_response_id is not None:
             found = self._kept.get((tenant, body.previous_response_id))
             if found is None:
-                raise NotKept(f"previous_response_id is {body.previous_response_id!r}", "previous_response_id")
+                raise NoSuchResponse(f"previous_response_id is {body.previous_response_id!r}", "previous_response_id")
             before = found
         given = body.input
         new = [InputMessage(role="user", content=given)] if isinstance(given, str) else self._looked_up(given, tenant)
-        return Conversation(tenant, (*before.items, *new), {}, before.size + size)
+        return StoredConversation(tenant, (*before.items, *new), {}, before.size + size)
 
-    def keep(self, response: str, conversation: Conversation, answered: dict[str, Kept]) -> None:
+    def keep(self, response: str, conversation: StoredConversation, answered: dict[str, Kept]) -> None:
         """Keep a conversation that was answered by these items; drop the oldest ones beyond the limits."""
         items = (*conversation.items, *answered.values())
         self._kept[conversation.tenant, response] = replace(conversation, items=items, answered=answered)
@@ -72,4 +72,4 @@ class Conversations:
         for (owner, _), conversation in reversed(self._kept.items()):
             if owner == tenant and name in conversation.answered:
                 return conversation.answered[name]
-        raise NotKept(f"input refers to the item {name!r}", "input")
+        raise NoSuchResponse(f"input refers to the item {name!r}", "input")

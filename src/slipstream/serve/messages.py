@@ -105,7 +105,7 @@ class OfferedTool(Body):
     strict: bool | None = None
 
 
-class Choice(Body):
+class AllowedTools(Body):
     """Which tools the model may or must use."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -143,7 +143,7 @@ class CountRequest(Addressed):
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
     tools: list[OfferedTool] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: AllowedTools | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -153,7 +153,7 @@ class CountRequest(Addressed):
         if self.system:
             messages.insert(0, {"role": "system", "content": _content(self.system)})
         tools = [_tool(tool) for tool in self.tools or ()]
-        chosen = self.tool_choice or Choice(type="auto")
+        chosen = self.tool_choice or AllowedTools(type="auto")
         forced = {"type": "function", "function": {"name": chosen.name or ""}}
         body = {"messages": messages, "tools": tools, "parallel_tool_calls": not chosen.disable_parallel_tool_use}
         if self.tool_choice is not None:

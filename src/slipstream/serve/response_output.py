@@ -21,7 +21,7 @@ Told = tuple[str, dict[str, Any]]
 """The kind of an event, without `response.`, and its fields."""
 
 
-class Output:
+class ResponseOutput:
     """The items of one response, in the order in which they are written; one of them is open."""
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ class Detokenizer:
         return settled[len(known) :]
 
 
-class Transcript:
+class EmittedText:
     """The text of one output as its tokens are emitted, up to a stop string.
 
     `before` are the tokens of the prompt. The tokens in `hidden` are not printed; but a stop string that has the text

@@ -33,7 +33,7 @@ from slipstream.drafters.remote.address import Settings
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameType, encode
 from slipstream.drafters.remote.hello import Refused, VocabularySketch
-from slipstream.drafters.remote.link import Connection
+from slipstream.drafters.remote.link import DraftConnection
 from toys import GREEDY, PAIRS, SAMPLE, VOCAB, request, scorer
 
 TARGET, DRAFT = PAIRS["same"]  # every guess is right, so that what is spoilt would be missed
@@ -296,7 +296,7 @@ def test_control_a_law_that_is_whole_is_used() -> None:
 
 def refusal(port: int, vocab: int = VOCAB, **settings: Any) -> str:
     """What a client is told that cannot use a server."""
-    connection = Connection(Settings("127.0.0.1", port, quiet=1.0, **settings), VocabularySketch(vocab))
+    connection = DraftConnection(Settings("127.0.0.1", port, quiet=1.0, **settings), VocabularySketch(vocab))
     try:
         with pytest.raises(Refused) as error:
             connection.first_word(5)
@@ -380,12 +380,12 @@ def test_a_server_ends_though_its_clients_go_on_writing() -> None:
     """Python 3.11's `wait_for` loses being cancelled where a frame comes at that moment, and the server would wait."""
     for _ in range(5):
         with serving(model(), VOCAB) as port:
-            connection = Connection(Settings("127.0.0.1", port, quiet=1.0), VocabularySketch(VOCAB))
+            connection = DraftConnection(Settings("127.0.0.1", port, quiet=1.0), VocabularySketch(VOCAB))
             connection.first_word(5)
             generation, ended = connection.generation, threading.Event()
             assert generation
 
-            def write(to: Connection = connection, number: int = generation, end: threading.Event = ended) -> None:
+            def write(to: DraftConnection = connection, number: int = generation, end: threading.Event = ended) -> None:
                 while not end.wait(0.0002):
                     to.tell(number, [Frame(FrameType.PING, 1)] * 20)
 

@@ -28,7 +28,7 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter, Use
 from slipstream.drafters.remote.hello import VocabularySketch
-from slipstream.drafters.remote.link import Connection
+from slipstream.drafters.remote.link import DraftConnection
 from slipstream.drafters.remote.messages import DraftMode, OpenRow, settings_of
 from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
@@ -241,7 +241,7 @@ def test_tls(tmp_path: Path) -> None:
             rows = generate(replace(plain, drafter=far), asked())
             assert texts(rows) == texts(generate(plain, asked())) and counts(rows)[0]
         with connected(port, VOCAB, tls=True) as stranger:
-            assert isinstance(stranger.link, Connection) and "certificate" in stranger.link.first_word(5).lower()
+            assert isinstance(stranger.link, DraftConnection) and "certificate" in stranger.link.first_word(5).lower()
     with pytest.raises(ValueError, match="no certificate"):
         tls_context(key, cert)
     assert isinstance(tls_context(cert, key), ssl.SSLContext)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.batch.forms import OPENAI, PLAIN
-from slipstream.serve.batch.lines import BatchLine, Defaults, fingerprint, read_lines
+from slipstream.serve.batch.lines import BatchLine, LineDefaults, fingerprint, read_lines
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -115,7 +115,7 @@ def test_files_that_make_no_batch_are_refused(tmp_path: Path, records: list[Any]
 
 
 def test_options_stand_behind_what_a_line_says() -> None:
-    defaults = Defaults({"top_k": 5}, {"temperature": 0.0, "max_tokens": 128})
+    defaults = LineDefaults({"top_k": 5}, {"temperature": 0.0, "max_tokens": 128})
     ours = BatchLine(0, None, "/v1/completions", {"prompt": "x", "max_tokens": 3})
     assert defaults.complete(ours).body == {"prompt": "x", "max_tokens": 3, "temperature": 0.0, "top_k": 5}
     openai_line = BatchLine(0, "a", "/v1/completions", {"prompt": "x", "temperature": 0}, OPENAI)
@@ -128,7 +128,7 @@ def test_options_stand_behind_what_a_line_says() -> None:
 
 def test_a_sampled_line_gets_a_seed_of_its_own_that_stays() -> None:
     def seed(line: BatchLine, number: int = 0) -> Any:
-        return Defaults(plain={"temperature": 1.0}, seed=number).complete(line).body.get("seed")
+        return LineDefaults(plain={"temperature": 1.0}, seed=number).complete(line).body.get("seed")
 
     one, other = (BatchLine(index, name, "/v1/completions", {"prompt": "x"}) for index, name in enumerate("ab"))
     moved = BatchLine(7, "a", "/v1/completions", {"prompt": "x"})

@@ -114,7 +114,7 @@ STRIKES = 3
 """The number of unusable answers on a connection after which it is closed."""
 
 
-class Connection:
+class DraftConnection:
     """A `Link` over TCP or TLS, which connects, and reconnects, in a background thread from creation until `close`."""
 
     def __init__(self, settings: Settings, vocabulary: VocabularySketch) -> None:

@@ -47,7 +47,7 @@ class BatchLine:
 
 
 @dataclass(frozen=True)
-class Defaults:
+class LineDefaults:
     """The request fields for lines that do not set them.
 
     `body` is for all lines, `plain` for those in our own format, whose lengths and temperatures have other defaults

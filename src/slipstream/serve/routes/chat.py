@@ -38,13 +38,13 @@ async def chat_completions(body: Once[ChatRequest], request: Request) -> Respons
     state = state_of(request)
     state.check_model(body.model)
     call, tools = await begun(body, request)
-    answer = _Answer(state, body, call, tools)
+    answer = _ChatAnswer(state, body, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
 
 
-class _Answer:
+class _ChatAnswer:
     """Makes the answer from a call, as a whole or in chunks."""
 
     def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:

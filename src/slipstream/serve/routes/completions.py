@@ -57,7 +57,7 @@ async def completions(body: Once[CompletionRequest], request: Request) -> Respon
     if body.suffix:
         prompts, options = await off_loop(request, _between, prompts, body, options, state)
     call = await state.call(request, prompts, options, "prompt")
-    answer = _Answer(state, body, call)
+    answer = _CompletionAnswer(state, body, call)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
@@ -125,7 +125,7 @@ def _scoring(body: CompletionRequest, state: ServerState) -> dict[str, Any]:
     return {"prompt_logprobs": wanted} if body.echo and wanted is not None and state.engine.frame is None else {}
 
 
-class _Answer:
+class _CompletionAnswer:
     """Converts the results of a call to the response, as one answer or as streamed chunks."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, call: Call) -> None:

@@ -44,7 +44,7 @@ async def messages(body: Once[MessagesRequest], request: Request) -> Response:
     chat = await off_loop(request, body.as_chat)
     call, tools = await begun(chat, request)
     request.state.ignored = ["thinking" if each == "reasoning_effort" else each for each in request.state.ignored]
-    answer = _Answer(request, chat, call, tools)
+    answer = _MessageAnswer(request, chat, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
@@ -60,7 +60,7 @@ async def count_tokens(body: Once[CountRequest], request: Request) -> Response:
     return answered(Counted(input_tokens=len(await off_loop(request, state.encode, prompt, "messages"))))
 
 
-class _Answer:
+class _MessageAnswer:
     """Makes the answer from a call, as a whole or in events."""
 
     def __init__(self, request: Request, body: ChatRequest, call: Call, tools: Tools) -> None:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.chats import begun
-from slipstream.serve.conversations import Conversation
+from slipstream.serve.conversations import StoredConversation
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.options import speculation
@@ -24,7 +24,7 @@ from slipstream.serve.response_answers import (
     ResponseUsage,
 )
 from slipstream.serve.response_input import as_chat
-from slipstream.serve.response_output import Output, Told
+from slipstream.serve.response_output import ResponseOutput, Told
 from slipstream.serve.response_schema import ResponsesRequest
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.stream import EventStream, event
@@ -45,21 +45,21 @@ async def responses(body: Once[ResponsesRequest], request: Request) -> Response:
     plain = body.input if isinstance(body.input, str) and len(conversation.items) == 1 else None
     chat = await off_loop(request, as_chat, body, conversation.items)
     call, tools = await begun(chat, request, "input", None if body.instructions else plain)
-    answer = _Answer(state, body, conversation, call, tools.reader(call.tickets[0].generation.request.prompt))
+    answer = _ResponseAnswer(state, body, conversation, call, tools.reader(call.tickets[0].generation.request.prompt))
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
 
 
-class _Answer:
+class _ResponseAnswer:
     """Makes the answer from a call, as a whole or in events, and keeps it with its conversation."""
 
     def __init__(
-        self, state: ServerState, body: ResponsesRequest, conversation: Conversation, call: Call, reader: Reader
+        self, state: ServerState, body: ResponsesRequest, conversation: StoredConversation, call: Call, reader: Reader
     ) -> None:
         self.state, self.body, self.conversation, self.call, self.reader = state, body, conversation, call, reader
         self.heading = Heading.new("resp", state.model)
-        self.output = Output()
+        self.output = ResponseOutput()
         self.count = 0  # the number of events so far
 
     async def whole(self) -> ResponseAnswer:
