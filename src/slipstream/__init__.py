@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from slipstream.engine.async_engine import AsyncEngine
     from slipstream.engine.engine import Engine, Interrupted
     from slipstream.engine.follow import follow
     from slipstream.engine.generation import Completion, Piece
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from slipstream.engine.transformers_hook.custom_generate import custom_generate
 
 
-__all__ = ["Completion", "Engine", "Interrupted", "Piece", "custom_generate", "follow", "load"]
+__all__ = ["AsyncEngine", "Completion", "Engine", "Interrupted", "Piece", "custom_generate", "follow", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     rooms = {
+        "AsyncEngine": "async_engine",
         "Engine": "engine",
         "Interrupted": "engine",
         "Completion": "generation",

@@ -51,7 +51,8 @@ from slipstream.engine.options import read_options
 from slipstream.serve import options, schema
 from slipstream.serve.batch import run
 from slipstream.serve.recipe import Recipe
-from slipstream.serve.settings import Capacity, ServeSettings
+from slipstream.engine.worker import Capacity
+from slipstream.serve.settings import ServeSettings
 
 folder = Path(sys.argv[1])
 (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')

@@ -11,11 +11,12 @@ import pytest
 
 import slipstream
 from slipstream.engine.media import part_content
+from slipstream.engine.worker import Capacity
 from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.schema import ChatRequest
-from slipstream.serve.settings import Capacity, ServeSettings
+from slipstream.serve.settings import ServeSettings
 from slipstream.serve.state import ServerState
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

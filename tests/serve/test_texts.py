@@ -14,8 +14,9 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.engine.defaults import Defaults
 from slipstream.engine.engine import Engine
+from slipstream.engine.worker import Capacity
 from slipstream.serve.app import create_app
-from slipstream.serve.settings import Capacity, ServeSettings
+from slipstream.serve.settings import ServeSettings
 from slipstream.serve.state import ServerState
 from tongues import SENTENCEPIECE, tongue
 from toys import scorer

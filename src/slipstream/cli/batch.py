@@ -163,8 +163,9 @@ class BatchCounts:
 
 def _recipe(context: typer.Context) -> Recipe:
     """Return the recipe of the application that answers the batch."""
+    from slipstream.engine.worker import Capacity
     from slipstream.serve.recipe import Recipe
-    from slipstream.serve.settings import Capacity, Limits, ServeSettings
+    from slipstream.serve.settings import Limits, ServeSettings
 
     params = context.params
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])

@@ -145,9 +145,10 @@ def serve(
 
 def _recipe(context: typer.Context) -> Recipe:
     """Return the recipe from which the server is built. Raises ValueError for impossible options."""
+    from slipstream.engine.worker import Capacity
     from slipstream.serve.hosts import Hosts
     from slipstream.serve.recipe import Recipe
-    from slipstream.serve.settings import Capacity, Limits, ServeSettings, read_keys
+    from slipstream.serve.settings import Limits, ServeSettings, read_keys
 
     params = context.params
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])

@@ -12,11 +12,10 @@ from starlette.requests import Request
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Piece
+from slipstream.engine.worker import Search, Ticket, rounds_of
 from slipstream.serve import answers
-from slipstream.serve.faults import Unavailable
 from slipstream.serve.ids import new_id
 from slipstream.serve.schema import SpeculationOptions
-from slipstream.serve.worker import Search, Ticket
 from slipstream.version import __version__
 
 Result = TypeVar("Result")
@@ -76,21 +75,9 @@ class Call:
             per_ticket[place] += pieces
         return per_ticket
 
-    async def rounds(self) -> AsyncIterator[tuple[int, list[Piece]]]:
-        """Yield what every round gives to a ticket, with the ticket's place; ending the iteration cancels all tickets.
-
-        Raises Unavailable if the worker dies.
-        """
-        left = len(self.tickets)
-        try:
-            while left:
-                delivery = await self.tickets[0].deliveries.get()
-                if isinstance(delivery, Unavailable):
-                    raise delivery
-                left -= delivery[1][-1].completion is not None
-                yield delivery
-        finally:
-            self.cancel()
+    def rounds(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """Yield what every round gives to a ticket, with its place; see `rounds_of`."""
+        return rounds_of(self.tickets)
 
     def cancel(self) -> None:
         """Cancel the tickets that have not ended."""

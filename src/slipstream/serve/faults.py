@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from slipstream.engine import worker
+
 LONGEST = 2000
 """The most characters of an error's message."""
 
@@ -118,7 +120,7 @@ class HeadersTooLarge(ServeError):
     status, kind, code = 431, "invalid_request_error", "headers_too_large"
 
 
-class QueueFull(ServeError):
+class QueueFull(ServeError, worker.QueueFull):
     """The queue is full: `max_queue` requests wait already (429)."""
 
     status, kind, code = 429, "rate_limit_error", "queue_full"
@@ -128,7 +130,7 @@ class QueueFull(ServeError):
         return {"Retry-After": "1"}
 
 
-class Unavailable(ServeError):
+class Unavailable(ServeError, worker.Unavailable):
     """The server is starting, ending, or has lost the thread that runs the models (503)."""
 
     status, kind, code = 503, "server_error", "unavailable"

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
+from slipstream.engine.worker import Search, Ticket, Worker
 from slipstream.execution.graphs import GRAPHS
-from slipstream.serve.worker import Search, Ticket, Worker
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from slipstream.core.model_options import ModelOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
-from slipstream.serve.settings import Capacity, ServeSettings
+from slipstream.engine.worker import Capacity
+from slipstream.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from slipstream.serve.state import ServerState

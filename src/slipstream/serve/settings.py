@@ -37,21 +37,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """The amount of work that runs at a time.
-
-    `rows` is the size of the batch; `cache_bytes` are for cached prefixes, `memory` bytes for running texts (None: no
-    limit); `prefill_chunk` is the tokens of prompts read between two rounds (None: as many as the device reads at full
-    speed).
-    """
-
-    rows: int
-    cache_bytes: int = 512 << 20
-    memory: int | None = None
-    prefill_chunk: int | None = None
-
-
-@dataclass(frozen=True)
 class ServeSettings:
     """How a server treats its clients.
 

@@ -20,14 +20,14 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion
 from slipstream.engine.requests import Prompt
 from slipstream.engine.text_limit import TextLimit
+from slipstream.engine.worker import Capacity, Ticket, Worker
 from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.conversations import Conversations
-from slipstream.serve.faults import BadRequest, ContextExceeded, NotServed, ServeError
+from slipstream.serve.faults import BadRequest, ContextExceeded, NotServed, QueueFull, ServeError, Unavailable
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.settings import Capacity, ServeSettings
-from slipstream.serve.worker import Ticket, Worker
+from slipstream.serve.settings import ServeSettings
 from slipstream.text.spelling import Spelling
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
@@ -65,7 +65,7 @@ class ServerState:
         if engine.text_limit is None:
             engine.text_limit = TextLimit.of(engine.tokenizer, LONGEST_PROMPT)
         metrics = Metrics(settings.names[0])
-        worker = Worker(engine, room, settings.max_queue, [metrics])
+        worker = Worker(engine, room, settings.max_queue, [metrics], (QueueFull, Unavailable))
         metrics.follow(worker)
         return ServerState(worker, replace(settings, draft=draft), metrics, draft, int(time()))
 

@@ -16,12 +16,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from slipstream.core.model_options import ModelOptions
+from slipstream.engine.worker import Capacity
 from slipstream.serve.app import create_app
 from slipstream.serve.cluster.routing import routing_key
 from slipstream.serve.cluster.scale import Scale
 from slipstream.serve.faults import QueueFull, ServeError, TooLarge, Unavailable
 from slipstream.serve.recipe import Recipe
-from slipstream.serve.settings import Capacity, Limits, ServeSettings
+from slipstream.serve.settings import Limits, ServeSettings
 from slipstream.text.jsontext import json_text
 
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)

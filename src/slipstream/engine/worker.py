@@ -1,11 +1,11 @@
-"""The worker: the thread that owns the models, and the tickets through which the event loop uses it."""
+"""The worker: the thread that owns the models, and the tickets through which an event loop uses it."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,8 +21,6 @@ from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion, Generation, Piece
-from slipstream.serve.faults import QueueFull, Unavailable
-from slipstream.serve.settings import Capacity
 
 EVERY_KIND = (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
 """One `Sampling` for every kind of graph: greedy, at a temperature, and with more settings than that."""
@@ -32,6 +30,29 @@ CPU_CHUNK, CPU_GROWTH = 64, 4
 
 Running texts wait for that long; 256 tokens take little more than twice the time of 64.
 """
+
+
+class QueueFull(RuntimeError):
+    """Raised when as many requests wait as may."""
+
+
+class Unavailable(RuntimeError):
+    """Raised while the models are not ready, after the end, and if the thread that runs the models has failed."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The amount of work that runs at a time.
+
+    `rows` is the size of the batch; `cache_bytes` are for cached prefixes, `memory` bytes for running texts (None: no
+    limit); `prefill_chunk` is the tokens of prompts read between two rounds (None: as many as the device reads at full
+    speed).
+    """
+
+    rows: int
+    cache_bytes: int = 512 << 20
+    memory: int | None = None
+    prefill_chunk: int | None = None
 
 
 @dataclass
@@ -112,6 +133,24 @@ class Ticket:
         self.worker.cancel(self)
 
 
+async def rounds_of(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Piece]]]:
+    """Yield what every round gives to one of the tickets of a call, with its place; ending early cancels them all.
+
+    Raises Unavailable if the worker dies.
+    """
+    left = len(tickets)
+    try:
+        while left:
+            delivery = await tickets[0].deliveries.get()
+            if isinstance(delivery, Unavailable):
+                raise delivery
+            left -= delivery[1][-1].completion is not None
+            yield delivery
+    finally:
+        for ticket in tickets:
+            ticket.cancel()
+
+
 @dataclass(eq=False)
 class Search:
     """A beam search that waits for the models, or runs; `found` is its result, in the event loop."""
@@ -163,8 +202,16 @@ class Worker:
     as requests can be taken.
     """
 
-    def __init__(self, engine: Engine, room: Capacity, max_queue: int, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        room: Capacity,
+        max_queue: int,
+        listeners: Sequence[Listener] = (),
+        errors: tuple[type[QueueFull], type[Unavailable]] = (QueueFull, Unavailable),
+    ) -> None:
         self.engine, self.room, self.max_queue, self.listeners = engine, room, max_queue, tuple(listeners)
+        self._full, self._unavailable = errors
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], object] = lambda: None
         self.on_death: Callable[[], object] = lambda: None
@@ -197,7 +244,7 @@ class Worker:
         with self._submitting:
             self.check()
             if self.waiting + len(tickets) > self.max_queue:
-                raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
+                raise self._full(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
             for ticket in tickets:
                 number = next(self._numbers)
                 self._tickets[number] = ticket  # before `add`, since the thread may run the row at once
@@ -213,7 +260,7 @@ class Worker:
         """
         self.check()
         if self.waiting >= self.max_queue:
-            raise QueueFull(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
+            raise self._full(f"{self.waiting} requests wait already, and {self.max_queue} may: try again later.")
         search = Search(texts, asyncio.get_running_loop().create_future(), Times(monotonic()))
         self._searches.append(search)
         self._wake.set()
@@ -222,11 +269,11 @@ class Worker:
     def check(self) -> None:
         """Raise Unavailable unless requests can be taken."""
         if self.failure is not None:
-            raise Unavailable("the thread that runs the models has failed: the server has to be started again.")
+            raise self._unavailable("the thread that runs the models has failed: the server has to be started again.")
         if self._draining:
-            raise Unavailable("the server is ending: it finishes what it has, and takes nothing new.")
+            raise self._unavailable("the server is ending: it finishes what it has, and takes nothing new.")
         if not self.ready:
-            raise Unavailable("the server is starting: the models are not ready yet.")
+            raise self._unavailable("the server is starting: the models are not ready yet.")
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request; see `Ticket.cancel`."""
@@ -294,7 +341,9 @@ class Worker:
                 for ticket in list(self._tickets.values()):
                     self.cancel(ticket)
                 self._play(self._scheduler.step())
-            self._drop_searches(Unavailable("the server is ending: it finishes what it has, and takes nothing new."))
+            self._drop_searches(
+                self._unavailable("the server is ending: it finishes what it has, and takes nothing new.")
+            )
         except BaseException as error:
             self._die(error)
 
@@ -384,7 +433,7 @@ class Worker:
     def _die(self, error: BaseException) -> None:
         """Fail all requests after an error of the thread, which cannot be recovered from."""
         self.failure, self.ready = error, False
-        why = Unavailable("the thread that runs the models has failed: the server has to be started again.")
+        why = self._unavailable("the thread that runs the models has failed: the server has to be started again.")
         self._drop_searches(why)
         left = list(self._tickets.values())
         self._tickets = {}

@@ -1,0 +1,76 @@
+"""`AsyncEngine`: overlapping calls share a batch and get the texts that the engine gives alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.engine.worker import QueueFull, Unavailable
+
+PROMPTS = ["def area(radius):", "import os\n", "class Stack:"]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def engine() -> slipstream.Engine:
+    return slipstream.load(gamma=3)
+
+
+def served(
+    engine: slipstream.Engine, work: Callable[[slipstream.AsyncEngine], Awaitable[Any]], max_queue: int = 8
+) -> Any:
+    """What some work with an asynchronous engine returns."""
+
+    async def run() -> Any:
+        async with slipstream.AsyncEngine(engine, max_queue=max_queue) as running:
+            return await work(running)
+
+    return asyncio.run(run())
+
+
+def test_overlapping_calls_get_the_texts_of_calls_alone(engine: slipstream.Engine) -> None:
+    async def work(running: slipstream.AsyncEngine) -> list[list[str]]:
+        calls = [running.generate(PROMPTS, seed=1, **OPTIONS), running.generate(PROMPTS[0], seed=2, n=2, **OPTIONS)]
+        return [[each.text for each in found] for found in await asyncio.gather(*calls)]
+
+    alone = [engine.generate(PROMPTS, seed=1, **OPTIONS), engine.generate(PROMPTS[0], seed=2, n=2, **OPTIONS)]
+    assert served(engine, work) == [[each.text for each in found] for found in alone]
+
+
+def test_pieces_are_the_text_and_closing_a_stream_frees_its_place(engine: slipstream.Engine) -> None:
+    async def work(running: slipstream.AsyncEngine) -> tuple[str, str]:
+        endless = running.stream(PROMPTS[0], max_new_tokens=900, ignore_eos=True)
+        first = (await anext(endless)).text
+        await endless.aclose()  # type: ignore[attr-defined]
+        return first, "".join([piece.text async for piece in running.stream(PROMPTS[1], **OPTIONS)])
+
+    first, text = served(engine, work)
+    assert text == engine.generate(PROMPTS[1], **OPTIONS)[0].text
+    assert engine.generate(PROMPTS[0], max_new_tokens=20)[0].text.startswith(first)
+
+
+def test_beams_run_between_the_texts(engine: slipstream.Engine) -> None:
+    async def work(running: slipstream.AsyncEngine) -> list[str]:
+        text, beams = running.generate(PROMPTS[1], **OPTIONS), running.generate(PROMPTS[0], num_beams=2)
+        return [each.text for found in await asyncio.gather(text, beams) for each in found]
+
+    alone = [engine.generate(PROMPTS[1], **OPTIONS)[0].text, engine.generate(PROMPTS[0], num_beams=2)[0].text]
+    assert served(engine, work) == alone
+
+
+def test_what_cannot_be_is_said(engine: slipstream.Engine) -> None:
+    async def work(running: slipstream.AsyncEngine) -> None:
+        with pytest.raises(QueueFull, match="try again later"):
+            await running.generate(PROMPTS, max_new_tokens=4)
+        with pytest.raises(ValueError, match="temperature"):
+            await running.generate("x", temperature=-1)
+        with pytest.raises(ValueError, match="num_beams"):
+            await anext(running.stream("x", num_beams=2))
+
+    served(engine, work, max_queue=2)
+    with pytest.raises(Unavailable, match="not ready"):
+        asyncio.run(slipstream.AsyncEngine(engine).generate("x"))
