@@ -9,11 +9,10 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import theory
-from slipstream.measure import statistics
 
 F = Fraction
 Exact = Sequence[Fraction]
@@ -166,9 +165,7 @@ def test_eq_1_is_only_a_model() -> None:
     """Half of all rounds keep everything, half nothing: 3 tokens per round, where Equation 1 says 1.94 or 3.36."""
     assert theory.expected_tokens([0.5] * 4) == 3
     assert theory.tokens_per_round(0.5, 4) == 1.9375
-    tested = statistics.alpha_from_rounds([4, 0] * 50, [4] * 100).value
-    assert tested == 0.8
-    assert theory.tokens_per_round(tested, 4) == pytest.approx(3.3616)
+    assert theory.tokens_per_round(4 / (4 + 1), 4) == pytest.approx(3.3616)  # accepted / tested tokens
 
 
 # --- exact enumeration --------------------------------------------------------------------------------------------
@@ -223,7 +220,6 @@ def test_rejection_sampling_keeps_less(p: Exact) -> None:
         worst = min(y / x for x, y in zip(p, q, strict=True) if x)
         assert theory.rejection_acceptance(p, q) == pytest.approx(float(sum(x * worst for x in p)))
         assert theory.rejection_acceptance(p, q) <= theory.beta(p, q) + 1e-15
-        assert theory.rejection_constant(p, q) == pytest.approx(float(1 / worst) if worst else math.inf)
     assert theory.rejection_acceptance((0.5, 0.5), (0.75, 0.25)) == 0.5 < theory.beta((0.5, 0.5), (0.75, 0.25)) == 0.75
 
 
@@ -385,13 +381,11 @@ def test_tokens_per_round_of_an_endless_draft() -> None:
 
 @given(grid, gammas, costs)
 def test_factors_are_their_formulae(alpha: Fraction, gamma: int, c: Fraction) -> None:
-    """Theorems 3.8 and 3.11 and section 3.4 as printed, in fractions."""
+    """Theorems 3.8 and 3.11 as printed, in fractions."""
     tokens = (1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 else F(gamma + 1)
     args = float(alpha), gamma, float(c)
     assert theory.walltime_factor(*args) == pytest.approx(float(tokens / (gamma * c + 1)), rel=1e-12)
     assert theory.operations_factor(*args) == pytest.approx(float((gamma * c + gamma + 1) / tokens), rel=1e-12)
-    assert theory.reads_factor(*args) == pytest.approx(float((1 + gamma * c) / tokens), rel=1e-12)
-    assert theory.reads_factor(float(alpha), gamma) == pytest.approx(float(1 / tokens), rel=1e-12)
     assert theory.walltime_factor(float(alpha), 0, float(c)) == 1
 
 
@@ -491,226 +485,6 @@ def test_oracle_edges() -> None:
     assert theory.oracle_gain(0.3, 0.5) == pytest.approx(1 / (1 - 0.3 * 0.5) - 1)  # no fixed gamma helps, it still does
 
 
-# --- alpha from data ----------------------------------------------------------------------------------------------
-
-Z2 = 3.841458820694124  # the 95 % point of chi-squared with one degree of freedom
-counts = st.integers(1, 6).flatmap(lambda gamma: st.tuples(st.integers(0, gamma), st.just(gamma)))
-rounds_played = st.lists(counts, min_size=1, max_size=20)
-
-
-def log_likelihood(alpha: float, played: Sequence[tuple[int, int]]) -> float:
-    """Of the capped geometric, round by round: alpha^n (1 - alpha) below the cap, alpha^gamma at it."""
-    return sum(math.log(alpha**n * (1 - alpha) if n < gamma else alpha**gamma) for n, gamma in played)
-
-
-def split(played: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [n for n, _ in played], [gamma for _, gamma in played]
-
-
-@given(rounds_played)
-@example([(1, 1)] + [(0, 1)] * 200)
-@example([(0, 1)] + [(5, 6)] * 100)
-def test_maximum_likelihood(played: list[tuple[int, int]]) -> None:
-    """The estimate is the maximum, its error the curvature there, its ends where log likelihood is z^2/2 lower."""
-    estimate = statistics.alpha_from_rounds(*split(played))
-    assert estimate.low <= estimate.value <= estimate.high
-    if estimate.value in (0, 1):
-        end = estimate.high if estimate.value == 0 else estimate.low  # the likelihood at the maximum is 1
-        assert -2 * log_likelihood(end, played) == pytest.approx(Z2)
-        assert {estimate.low, estimate.high} == {estimate.value, end} and estimate.error == 0
-        return
-    top = log_likelihood(estimate.value, played)
-    assert all(log_likelihood(n / 100, played) <= top + 1e-12 for n in range(1, 100))
-    for end in (estimate.low, estimate.high):
-        assert 2 * (top - log_likelihood(end, played)) == pytest.approx(Z2)
-    step = 1e-4 * min(estimate.value, 1 - estimate.value)
-    sides = [log_likelihood(estimate.value + side, played) for side in (-step, step)]
-    assert (2 * top - sum(sides)) / step**2 == pytest.approx(estimate.error**-2, rel=1e-2)
-
-
-@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson(figures: tuple[int, int]) -> None:
-    """The ends are the alphas whose own standard error puts the figure z away."""
-    accepted, tested = figures
-    estimate = statistics.alpha_from_counts(accepted, tested)
-    assert estimate.value == accepted / tested
-    assert estimate.error == pytest.approx(math.sqrt(estimate.value * (1 - estimate.value) / tested))
-    assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1 and estimate.low < estimate.high
-    for end in (estimate.low, estimate.high):
-        assert (estimate.value - end) ** 2 == pytest.approx(Z2 * end * (1 - end) / tested, abs=1e-12)
-
-
-def test_levels() -> None:
-    narrow, wide = statistics.alpha_from_counts(70, 100, 0.5), statistics.alpha_from_counts(70, 100, 0.99)
-    assert wide.low < narrow.low < 0.7 < narrow.high < wide.high
-    assert (narrow.level, wide.level) == (0.5, 0.99)
-    assert statistics.alpha_from_counts(0, 10).high == pytest.approx(Z2 / (10 + Z2))
-
-
-def test_betas_say_more_than_counts() -> None:
-    """A beta carries more than its coin: the interval shrinks with the betas' spread."""
-    betas = [0.6, 0.7, 0.8, 0.7] * 25
-    estimate, coins = statistics.alpha_from_betas(betas), statistics.alpha_from_counts(70, 100)
-    assert estimate.value == pytest.approx(0.7)
-    assert estimate.error == pytest.approx(math.sqrt(0.005 / 99), rel=1e-9)
-    assert estimate.high - estimate.low == pytest.approx(2 * math.sqrt(Z2) * estimate.error, rel=0.01)
-    assert coins.high - coins.low > 5 * (estimate.high - estimate.low)
-    flips = statistics.alpha_from_betas([1.0] * 70 + [0.0] * 30)  # greedy: beta is 0 or 1
-    assert (flips.low, flips.high) == pytest.approx((coins.low, coins.high), abs=1e-3)
-    assert (
-        statistics.alpha_from_betas([1.0] * 9).low == statistics.alpha_from_counts(9, 9).low < 0.75
-    )  # 9 of 9 is not certainty
-
-
-def capped(alpha: float, gamma: int) -> list[float]:
-    """P(n tokens are kept), n = 0..gamma."""
-    return [alpha**n * (1 - alpha) for n in range(gamma)] + [alpha**gamma]
-
-
-@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize(("gammas", "biased"), [((1, 1, 1), False), ((3, 3, 3), True), ((1, 4, 2), True)])
-def test_the_bias_of_rounds_is_downward(gammas: tuple[int, ...], biased: bool, alpha: float) -> None:
-    """By enumeration of all rounds: E(estimate) = alpha - Cov(estimate, tested) / E(tested), and none at gamma = 1."""
-    value = tested = both = 0.0
-    for kept in product(*(range(gamma + 1) for gamma in gammas)):
-        chance = math.prod(capped(alpha, gamma)[n] for n, gamma in zip(kept, gammas, strict=True))
-        size = sum(min(n + 1, gamma) for n, gamma in zip(kept, gammas, strict=True))
-        figure = statistics.alpha_from_rounds(kept, gammas).value
-        value, tested, both = value + chance * figure, tested + chance * size, both + chance * figure * size
-    assert both == pytest.approx(alpha * tested)  # Wald: the numerator is right in the mean
-    assert value == pytest.approx(alpha - (both - value * tested) / tested)
-    assert (value < alpha - 1e-3) if biased else value == pytest.approx(alpha)
-
-
-def test_the_bias_is_of_order_one_over_rounds() -> None:
-    """Without a cap, accepted is negative binomial: about -alpha (1 - alpha) / rounds."""
-    alpha, rounds = 0.6, 200
-    chance, value = (1 - alpha) ** rounds, 0.0
-    for accepted in range(1500):
-        value += chance * statistics.alpha_from_counts(accepted, accepted + rounds).value
-        chance *= alpha * (accepted + rounds) / (accepted + 1)
-    assert rounds * (value - alpha) == pytest.approx(-alpha * (1 - alpha), rel=0.02)
-
-
-def test_rounds_that_eos_cuts() -> None:
-    """alpha = 1/2, gamma = 3, an accepted token is EOS with chance 1/2: all 64 equally likely rounds."""
-    refused, cut, full = [0] * 32 + [1] * 8 + [2] * 2, [1] * 16 + [2] * 4 + [3], [3]
-    kept = refused + cut + full
-    assert statistics.alpha_from_rounds(kept, [3] * 42 + cut + [3]).value == 0.5
-    assert statistics.alpha_from_rounds(kept, [3] * 64).value == 42 / 104  # the control: a cut is no refusal
-
-
-def play(rng: random.Random, alpha: float, gamma: int) -> int:
-    """How many tokens one simulated round keeps."""
-    return next((n for n in range(gamma) if rng.random() >= alpha), gamma)
-
-
-def covered(make: Callable[[random.Random], statistics.Estimate], truth: float, trials: int) -> float:
-    """How often an interval holds the truth."""
-    hits = (make(random.Random(seed)) for seed in range(trials))
-    return sum(estimate.low <= truth <= estimate.high for estimate in hits) / trials
-
-
-# Of 400 intervals that cover with chance 0.95, the share falls outside these ends with chance 0.0017 (binomial).
-FAIR = (0.915, 0.98)
-
-
-def simulated(rng: random.Random) -> tuple[list[int], list[int]]:
-    """60 rounds at alpha = 0.7 with the gammas 1..6."""
-    gammas = [1 + i % 6 for i in range(60)]
-    return [play(rng, 0.7, gamma) for gamma in gammas], gammas
-
-
-def from_counts(rng: random.Random) -> statistics.Estimate:
-    accepted, gammas = simulated(rng)
-    return statistics.alpha_from_counts(sum(accepted), sum(map(min, (n + 1 for n in accepted), gammas)))
-
-
-def from_drafted(rng: random.Random) -> statistics.Estimate:
-    accepted, gammas = simulated(rng)
-    return statistics.alpha_from_counts(sum(accepted), sum(gammas))
-
-
-def from_betas(rng: random.Random) -> statistics.Estimate:
-    return statistics.alpha_from_betas([rng.betavariate(1.4, 0.6) for _ in range(80)])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda rng: statistics.alpha_from_rounds(*simulated(rng)), from_counts, from_betas],
-    ids=["rounds", "counts", "betas"],
-)
-def test_intervals_cover(make: Callable[[random.Random], statistics.Estimate]) -> None:
-    assert FAIR[0] <= covered(make, 0.7, 400) <= FAIR[1]
-
-
-def test_accepted_over_drafted_is_not_alpha() -> None:
-    """The control: tokens after a refusal count as failures, and no interval finds alpha any more."""
-    assert covered(from_drafted, 0.7, 100) < 0.2
-    accepted, gammas = simulated(random.Random(1))
-    assert sum(accepted) / sum(gammas) < statistics.alpha_from_rounds(accepted, gammas).low
-
-
-def requests(rng: random.Random) -> list[tuple[float, float]]:
-    """(accepted, tested) of 40 texts of 8 rounds, gamma = 4; each text is easy or hard."""
-    found = []
-    for _ in range(40):
-        alpha = rng.choice((0.3, 0.9))
-        kept = [play(rng, alpha, 4) for _ in range(8)]
-        found.append((sum(kept), sum(min(n + 1, 4) for n in kept)))
-    return found
-
-
-def test_dependent_rounds_need_the_bootstrap() -> None:
-    """Rounds of one text are alike: whole texts drawn anew cover, Wilson's interval on pooled counts does not.
-
-    Of 200 intervals that cover with chance 0.925 (40 texts are few), fewer than 0.865 do with chance 0.001.
-    """
-    accepted = sum(theory.tokens_per_round(alpha, 4) - 1 for alpha in (0.3, 0.9))
-    truth = accepted / sum(theory.tokens_per_round(alpha, 3) for alpha in (0.3, 0.9))
-    assert 0.865 <= covered(lambda rng: statistics.bootstrap_ratio(requests(rng), replicates=200), truth, 200) <= 0.99
-
-    def naive(rng: random.Random) -> statistics.Estimate:
-        pooled = requests(rng)
-        return statistics.alpha_from_counts(int(sum(a for a, _ in pooled)), int(sum(t for _, t in pooled)))
-
-    assert covered(naive, truth, 200) < 0.8
-
-
-def test_bootstrap() -> None:
-    units = requests(random.Random(7))
-    estimate = statistics.bootstrap_ratio(units)
-    ratio, size = sum(a for a, _ in units) / sum(t for _, t in units), sum(t for _, t in units)
-    assert estimate.value == ratio  # pooled, not the mean of ratios
-    delta = math.sqrt(sum((a - ratio * t) ** 2 for a, t in units)) / size  # the delta method
-    assert estimate.error == pytest.approx(delta, rel=0.15)
-    assert estimate.low < ratio < estimate.high
-    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * delta, rel=0.2)
-    assert statistics.bootstrap_ratio(units) == estimate != statistics.bootstrap_ratio(units, seed=1)
-    mirrored = statistics.bootstrap_ratio([(t - a, t) for a, t in units])
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((estimate.low, estimate.high))
-    half = statistics.bootstrap_ratio(units, level=0.5)
-    assert half.high - half.low == pytest.approx(2 * 0.6745 * delta, rel=0.2)
-    assert statistics.bootstrap_ratio([(0.25, 0.5)] * 2, replicates=100) == statistics.Estimate(0.5, 0, 0.5, 0.5, 0.95)
-
-
-def test_tested_positions_miss_the_easy_ones() -> None:
-    """Acceptance in runs: positions after a full acceptance go untested, and those are the easy ones."""
-    rng, easy, position, tested, everything = random.Random(3), True, 0, [], []
-    for _ in range(60_000):  # one position of the text each; `position` counts within a round of gamma = 2
-        easy = easy if rng.random() < 0.9 else not easy
-        beta = 0.95 if easy else 0.2
-        everything.append(beta)
-        if position < 2:
-            tested.append(beta)
-            position = position + 1 if rng.random() < beta else 0
-        else:
-            position = 0  # the bonus
-    whole = statistics.alpha_from_betas(everything)
-    assert whole.value == pytest.approx(0.575, abs=0.02)  # five standard errors of a chain with runs of ten
-    assert statistics.alpha_from_betas(tested).value < whole.value - 0.05
-
-
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -721,7 +495,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.beta((0.5, 0.501), (1, 0)), "p is no law.* not 1.001"),
     (lambda: theory.beta((math.nan, 1), (1, 0)), "p is no law"),
     (lambda: theory.beta((math.inf, 1), (1, 0)), "p is no law"),
-    (lambda: theory.rejection_constant((0.2, 0.2), (1, 0)), "p is no law"),
     (lambda: theory.lenient_beta((1, 0), (1, 0), 0), "lenience=0 "),
     (lambda: theory.lenient_beta((1, 0), (1, 0), 1.01), "lenience=1.01"),
     (lambda: theory.lenient_greedy_beta((1, 0), (1, 0), math.nan), "lenience=nan"),
@@ -744,7 +517,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.walltime_factor(0.5, math.inf, 0), "gamma=inf"),  # type: ignore[arg-type]
     (lambda: theory.operations_factor(0.5, 2, -1), "c_hat=-1"),
     (lambda: theory.operations_factor(0.5, math.inf, 0), "gamma=inf"),  # type: ignore[arg-type]
-    (lambda: theory.reads_factor(0.5, 2, math.nan), "draft_reads=nan"),
     (lambda: theory.can_help(-0.5, 0.1), "alpha=-0.5"),
     (lambda: theory.guaranteed_factor(0.5, -0.1), "c=-0.1"),
     (lambda: theory.best_gamma(2, 0.1), "alpha=2 "),
@@ -753,22 +525,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.best_gamma_by_position([0.5, 2], 0.1), "chance=2"),
     (lambda: theory.oracle_factor(0.5, -0.1), "c=-0.1"),
     (lambda: theory.oracle_gain(1.5, 0.1), "alpha=1.5"),
-    (lambda: statistics.alpha_from_betas([0.5]), "1 betas were given"),
-    (lambda: statistics.alpha_from_betas([0.5, 1.5]), "beta=1.5"),
-    (lambda: statistics.alpha_from_betas([0.5, 0.6], 1), "level=1 "),
-    (lambda: statistics.alpha_from_counts(3, 2), "3 accepted of 2 tested"),
-    (lambda: statistics.alpha_from_counts(0, 0), "0 accepted of 0 tested"),
-    (lambda: statistics.alpha_from_counts(-1, 2), "-1 accepted"),
-    (lambda: statistics.alpha_from_counts(1, 2, 0), "level=0 "),
-    (lambda: statistics.alpha_from_rounds([1, 2], [3]), "2 rounds and 1 gammas"),
-    (lambda: statistics.alpha_from_rounds([4], [3]), "4 accepted of gamma=3"),
-    (lambda: statistics.alpha_from_rounds([0, 0], [0, 0]), "2 rounds without a tested token"),
-    (lambda: statistics.bootstrap_ratio([(1, 2)]), "1 units"),
-    (lambda: statistics.bootstrap_ratio([(1, 2), (1, 2)], replicates=99), "99 replicates"),
-    (lambda: statistics.bootstrap_ratio([(1, 2), (0, 0)]), "positive denominator"),
-    (lambda: statistics.bootstrap_ratio([(1, 2), (math.nan, 1)]), "positive denominator"),
-    (lambda: statistics.bootstrap_ratio([(1, 2), (1, math.inf)]), "positive denominator"),
-    (lambda: statistics.bootstrap_ratio([(1, 2), (1, 2)], level=95), "level=95"),
 ]
 
 

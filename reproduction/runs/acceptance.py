@@ -14,6 +14,7 @@ from torch import Tensor
 from reproduction.published import LENIENCES
 from reproduction.runs import expected_rounds as walks
 from reproduction.runs.subjects import Subject
+from reproduction.statistics import bootstrap_ratio
 from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
@@ -22,7 +23,6 @@ from slipstream.decoding.generate import generate, sound
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.measure.environment import environment
 from slipstream.measure.replay import plain_law, replay
-from slipstream.measure.statistics import bootstrap_ratio
 
 Outputs = Sequence[Sequence[int]]
 

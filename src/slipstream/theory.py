@@ -70,15 +70,6 @@ def rejection_acceptance(p: Probabilities, q: Probabilities) -> float:
     return min(1.0, *(y / x for x, y in zip(p, q, strict=True) if x > 0))
 
 
-def rejection_constant(p: Probabilities, q: Probabilities) -> float:
-    """Return M = max_x p(x) / q(x) of rejection sampling (section A.2), at least 1; infinite if q misses a token of p.
-
-    Raises ValueError unless both are laws over one vocabulary.
-    """
-    acceptance = rejection_acceptance(p, q)
-    return 1 / acceptance if acceptance > 0 else math.inf
-
-
 def tokens_per_round(alpha: float, gamma: float) -> float:
     """Return E(tokens) = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1), correction or bonus included.
 
@@ -215,17 +206,6 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
     """
     _check_gamma(gamma)
     return (gamma * _check_cost("c_hat", c_hat) + gamma + 1) / tokens_per_round(alpha, gamma)
-
-
-def reads_factor(alpha: float, gamma: int, draft_reads: float = 0.0) -> float:
-    """Return bytes read per token over plain decoding's: (1 + gamma d) / E(tokens) (section 3.4).
-
-    Reads are those of weights and KV cache. d = `draft_reads` is the bytes that a draft step reads over those of a
-    target step; 0 counts the target alone, as the paper does. Raises ValueError unless 0 <= alpha <= 1, gamma is
-    a whole number from 0 up, and d >= 0.
-    """
-    _check_gamma(gamma)
-    return (1 + gamma * _check_cost("draft_reads", draft_reads)) / tokens_per_round(alpha, gamma)
 
 
 def can_help(alpha: float, c: float) -> bool:

@@ -28,7 +28,7 @@ from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
-from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings, train_heads
+from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Checkpoint, Progress
 from toys import (
     FAMILIES,
@@ -300,7 +300,7 @@ def test_heads_learn_what_the_target_says_later(tmp_path: Path) -> None:
 def test_the_target_is_frozen(tmp_path: Path) -> None:
     model = tiny(FAMILIES["llama"])
     before = [weight.clone() for weight in model.parameters()]
-    train_heads(model, "tiny", TEXT, tmp_path, SETTINGS)
+    HeadTrainer(model, "tiny", TEXT, tmp_path, SETTINGS).train()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(weight.grad is None for weight in model.parameters())
 

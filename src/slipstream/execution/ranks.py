@@ -52,11 +52,6 @@ class RankLost(ConnectionError):
     """Raised when a rank has ended or failed, so that the ranks cannot go on together."""
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun started."""
-    return place()[1] > 1
-
-
 def place() -> tuple[int, int]:
     """Return this process's rank and the number of ranks, as torchrun set them; (0, 1) if it did not start us."""
     try:

@@ -190,14 +190,3 @@ class HeadTrainer:
         less = ", or leave out bfloat16" if self.settings.bfloat16 else ""
         fault = f"the heads diverged after {self.step} steps: give a rate below {self.settings.rate:g}"
         return FloatingPointError(f"{fault}{less}, and another folder.")
-
-
-def train_heads(
-    model: Any,
-    name: str,
-    tokens: Sequence[int] | np.ndarray,
-    folder: str | Path,
-    settings: TrainingSettings | None = None,
-) -> ParallelHeads:
-    """Train heads for a model on a text of tokens and save them in `folder`; see `HeadTrainer`."""
-    return HeadTrainer(model, name, tokens, folder, settings or TrainingSettings()).train()
