@@ -24,11 +24,6 @@ class Cache(Protocol):
         """The bytes of one more token in all layers: 0 before the first pass, and if the size does not grow."""
         ...
 
-    @property
-    def bytes_in_use(self) -> int:
-        """The bytes of all rows together, without what is allocated ahead."""
-        ...
-
     def add(self, rows: int) -> None:
         """Append empty rows."""
         ...

@@ -21,7 +21,7 @@ class _Row(Generic[State]):
 
 
 class StateCache(Generic[State]):
-    """A `Cache` of one recurrent state per row, of any type; `size` returns the bytes of a state.
+    """A `Cache` of one recurrent state per row, of any type.
 
     Tokens cannot be removed from a state, so every pass stores a new one, and older ones stay until `rollback`. If that
     goes to a length between two states, `shorten(state, tokens)` may return the newer one without its last tokens. If
@@ -30,12 +30,10 @@ class StateCache(Generic[State]):
     them. They are not stored in the prefix cache, which holds blocks of tokens: a state cannot be cut into blocks.
     """
 
-    bytes_per_token = 0  # a state does not grow with tokens; all bytes count in `bytes_in_use`
+    bytes_per_token = 0  # a state does not grow with tokens
 
-    def __init__(
-        self, size: Callable[[State], int], shorten: Callable[[State, int], State | None] = lambda state, tokens: None
-    ) -> None:
-        self._size, self._shorten = size, shorten
+    def __init__(self, shorten: Callable[[State, int], State | None] = lambda state, tokens: None) -> None:
+        self._shorten = shorten
         self._rows: list[_Row[State]] = []
         self._part = slice(0, 0)
         self._written: dict[int, State] = {}  # the states written in this pass, by row
@@ -44,12 +42,6 @@ class StateCache(Generic[State]):
     def lengths(self) -> list[int]:
         """The number of tokens per row, including those that its state lacks after a rollback."""
         return [row.length for row in self._rows]
-
-    @property
-    def bytes_in_use(self) -> int:
-        """The bytes of all stored states; a state that rows share counts once."""
-        states = {id(state): state for row in self._rows for _, state in row.states}
-        return sum(map(self._size, states.values()))
 
     # ---- rows ----
 

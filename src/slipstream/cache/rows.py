@@ -229,11 +229,6 @@ class RowCache:
         return sum(store.element_size() * store.shape[1] * store.shape[3] for store in stores)
 
     @property
-    def bytes_in_use(self) -> int:
-        """The bytes of the tokens of all rows."""
-        return self.bytes_per_token * sum(self.lengths)
-
-    @property
     def bytes_allocated(self) -> int:
         """The bytes of all rows with what is allocated ahead."""
         return self.bytes_per_token * self._capacity * self._slots

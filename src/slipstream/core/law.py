@@ -103,10 +103,6 @@ class Law:
             return Law(tokens=tokens, scores=scores)
         return Law(probs, tokens, scores, points) if any(points) else Law(probs=probs)
 
-    def weighed(self) -> Law:
-        """Return a mixed law as weights alone, its point masses one-hot; return any other law unchanged."""
-        return self if self.points is None else Law(probs=self.probs)
-
     def to(self, device: torch.device) -> Law:
         """Return this law on `device`."""
         return self if self.device == device else self._map(lambda data: data.to(device))

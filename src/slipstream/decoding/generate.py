@@ -12,18 +12,16 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.scheduler import Scheduler, check_requests
 
 
-def rounds(decoder: Decoder, requests: Sequence[Request], numbers: Sequence[int] | None = None) -> Iterator[Round]:
+def rounds(decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
     """Decode the requests, at most `batch_size` at a time, a new one joining as soon as one ends.
-
-    `numbers` are the indices of their rows, if they are not 0, 1, 2 ...
 
     Raises ValueError before any work if a prompt is empty or longer than the target's context, and RuntimeError if
     another call has not ended: its stream has to be drained or closed first.
     """
     check_requests(decoder.target, requests)
     with Scheduler(decoder) as scheduler:
-        for place, request in enumerate(requests):
-            scheduler.add(request, None if numbers is None else numbers[place])
+        for request in requests:
+            scheduler.add(request)
         yield from scheduler.rounds()
 
 

@@ -138,9 +138,7 @@ class StateScorer:
 
     def clear(self) -> None:
         """Remove all rows."""
-        self._cache: StateCache[RowState] = StateCache(
-            lambda kept: size(kept.state), lambda kept, tokens: kept.shortened(tokens)
-        )
+        self._cache: StateCache[RowState] = StateCache(lambda kept, tokens: kept.shortened(tokens))
         self._texts: list[list[int]] = []  # the tokens of every row, to read again those that a rolled-back state lacks
         self._extra_inputs: list[Any] = []  # per row: the encoder's output, or media, or None
 
