@@ -21,7 +21,7 @@ class _Row(Generic[State]):
 
 
 class StateCache(Generic[State]):
-    """A `Cache` of one recurrent state per row, of any type.
+    """A cache of one recurrent state per row, of any type.
 
     Tokens cannot be removed from a state, so every pass stores a new one, and older ones stay until `rollback`. If that
     goes to a length between two states, `shorten(state, tokens)` may return the newer one without its last tokens. If
@@ -29,8 +29,6 @@ class StateCache(Generic[State]):
     pass: `known` returns how many tokens its state summarizes. States are never written to, so that forked rows share
     them. They are not stored in the prefix cache, which holds blocks of tokens: a state cannot be cut into blocks.
     """
-
-    bytes_per_token = 0  # a state does not grow with tokens
 
     def __init__(self, shorten: Callable[[State, int], State | None] = lambda state, tokens: None) -> None:
         self._shorten = shorten

@@ -21,7 +21,7 @@ INDEXER = 1_000_000
 
 
 class RowCache:
-    """A `Cache` of keys and values of every layer in stores of one `format`, grown by doubling.
+    """A cache of keys and values of every layer in stores of one `format`, grown by doubling.
 
     One forward pass is `place(count, first, stop)`, then `update(layer, keys, values)` by every layer, then `advance`.
     """

@@ -1,6 +1,6 @@
 """Hugging Face causal language models as Scorers, unmodified.
 
-A Scorer feeds the model explicit positions and an explicit 4-D mask, and a `Cache` that writes each row at its own
+A Scorer feeds the model explicit positions and an explicit 4-D mask, and a `RowCache` that writes each row at its own
 slots; the model's own code is not touched. Models that cannot be rolled back, or do not obey positions and mask, are
 refused at construction. `ModelFacts` holds facts about the model, `Memory` its rows, `PassBuilder` makes passes over
 them, `PassRunner` runs those, `DraftChains` drafts by graphs.
