@@ -12,10 +12,10 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 47_748,
-    "lines of tests": 39_563,
-    "files that name a sampling option (min_p)": 8,
-    "files that name a loading option (encoder_dtype)": 11,
+    "lines in src/slipstream": 52_213,
+    "lines of tests": 43_197,
+    "files that name a sampling option (min_p)": 5,
+    "files that name a loading option (encoder_dtype)": 8,
     "words in README": 900,
     "words in docs/": 35_000,
     "class names that mean several things": 2,

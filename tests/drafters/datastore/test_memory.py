@@ -193,13 +193,13 @@ def test_a_failing_write_is_an_error_and_leaves_nothing(memory: ResponseMemory) 
 WRITE = """
 import sys
 import numpy as np
-from slipstream.drafters.datastore.memory import Memory
+from slipstream.drafters.datastore.memory import ResponseMemory
 class Spelled:
     name, dimension = "spelled", 8
     def __call__(self, tokens):
         counts = np.bincount(np.array(tokens) % 8, minlength=8).astype(np.float32)
         return counts / np.linalg.norm(counts)
-memory, first = Memory(sys.argv[1], Spelled()), int(sys.argv[2])
+memory, first = ResponseMemory(sys.argv[1], Spelled()), int(sys.argv[2])
 for number in range(first, first + 10**6):
     memory.add("shared", [number, number + 1], [number] * (1 + number % 50))
     print(number, flush=True)  # acknowledged
