@@ -120,7 +120,7 @@ class HeadersTooLarge(ServeError):
     status, kind, code = 431, "invalid_request_error", "headers_too_large"
 
 
-class QueueFull(ServeError, worker.QueueFull):
+class TooManyRequests(ServeError, worker.QueueFull):
     """The queue is full: `max_queue` requests wait already (429)."""
 
     status, kind, code = 429, "rate_limit_error", "queue_full"
@@ -130,7 +130,7 @@ class QueueFull(ServeError, worker.QueueFull):
         return {"Retry-After": "1"}
 
 
-class Unavailable(ServeError, worker.Unavailable):
+class ServiceUnavailable(ServeError, worker.Unavailable):
     """The server is starting, ending, or has lost the thread that runs the models (503)."""
 
     status, kind, code = 503, "server_error", "unavailable"

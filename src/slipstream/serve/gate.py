@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.faults import (
     HeadersTooLarge,
     ServeError,
+    ServiceUnavailable,
     TooLarge,
     TooSlow,
-    Unavailable,
     WrongHost,
     WrongKey,
     for_path,
@@ -101,7 +101,7 @@ class Gate:
         except asyncio.CancelledError:  # the server ends at once; uvicorn alone would answer 500, in plain text
             if status:
                 raise
-            await _send(Unavailable("the server is shutting down: ask again later."), scope, receive, answer)
+            await _send(ServiceUnavailable("the server is shutting down: ask again later."), scope, receive, answer)
         finally:
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from slipstream.core.law import ModelFault
 from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.answers import Answer, ErrorAnswer
-from slipstream.serve.faults import BadRequest, ServeError, Unavailable
+from slipstream.serve.faults import BadRequest, ServeError, ServiceUnavailable
 
 DONE = "[DONE]"
 """The data of the last event of a stream."""
@@ -58,7 +58,7 @@ def finish_reason(completion: Completion) -> str:
     if completion.error:
         raise (ServeError if isinstance(completion.error, ModelFault) else BadRequest)(completion.error)
     if completion.finish_reason in ("abort", "interrupted"):
-        raise Unavailable("the server ended before the text was finished: ask again later.")
+        raise ServiceUnavailable("the server ended before the text was finished: ask again later.")
     return "stop" if completion.finish_reason == "stop" else "length"
 
 

@@ -24,7 +24,14 @@ from slipstream.engine.worker import Capacity, Ticket, Worker
 from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.conversations import Conversations
-from slipstream.serve.faults import BadRequest, ContextExceeded, NotServed, QueueFull, ServeError, Unavailable
+from slipstream.serve.faults import (
+    BadRequest,
+    ContextExceeded,
+    NotServed,
+    ServeError,
+    ServiceUnavailable,
+    TooManyRequests,
+)
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.settings import ServeSettings
@@ -65,7 +72,7 @@ class ServerState:
         if engine.text_limit is None:
             engine.text_limit = TextLimit.of(engine.tokenizer, LONGEST_PROMPT)
         metrics = Metrics(settings.names[0])
-        worker = Worker(engine, room, settings.max_queue, [metrics], (QueueFull, Unavailable))
+        worker = Worker(engine, room, settings.max_queue, [metrics], (TooManyRequests, ServiceUnavailable))
         metrics.follow(worker)
         return ServerState(worker, replace(settings, draft=draft), metrics, draft, int(time()))
 

@@ -14,7 +14,7 @@ from slipstream.serve.app import create_app
 from slipstream.serve.batch.forms import ServerReply, refused
 from slipstream.serve.batch.journal import Sink
 from slipstream.serve.batch.lines import BatchLine
-from slipstream.serve.faults import Unavailable
+from slipstream.serve.faults import ServiceUnavailable
 from slipstream.serve.recipe import Recipe
 from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
@@ -57,7 +57,7 @@ class Asker:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError  # the application answered the cancellation with this status
-            raise Unavailable(answer.error)
+            raise ServiceUnavailable(answer.error)
         return answer
 
 

@@ -20,7 +20,7 @@ from slipstream.engine.worker import Capacity
 from slipstream.serve.app import create_app
 from slipstream.serve.cluster.routing import routing_key
 from slipstream.serve.cluster.scale import Scale
-from slipstream.serve.faults import QueueFull, ServeError, TooLarge, Unavailable
+from slipstream.serve.faults import ServeError, ServiceUnavailable, TooLarge, TooManyRequests
 from slipstream.serve.recipe import Recipe
 from slipstream.serve.settings import Limits, ServeSettings
 from slipstream.text.jsontext import json_text
@@ -150,11 +150,11 @@ class Front:
             for _ in range(ATTEMPTS):
                 with suppress(*LOST):
                     return await self._ask({name: request.scope[name] for name in SCOPE}, body)
-            raise Unavailable("the replicas that were asked are gone: ask again.")
+            raise ServiceUnavailable("the replicas that were asked are gone: ask again.")
         except BackPressureError:
-            return _refusal(QueueFull("as many requests wait as may: try again later."))
+            return _refusal(TooManyRequests("as many requests wait as may: try again later."))
         except DeploymentUnavailableError:
-            return _refusal(Unavailable("no replica can be started: see the cluster's logs."))
+            return _refusal(ServiceUnavailable("no replica can be started: see the cluster's logs."))
         except ServeError as error:
             return _refusal(error)
 
@@ -198,7 +198,7 @@ async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
     except TaskCancelledError:
         raise
     except RayError:
-        error = Unavailable("the replica that wrote this text is gone: ask again.")
+        error = ServiceUnavailable("the replica that wrote this text is gone: ask again.")
         yield f"data: {json_text(error.body())}\n\n".encode()
     finally:
         pieces.cancel()
