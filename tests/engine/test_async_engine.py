@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.engine.worker import QueueFull, Unavailable
+from slipstream.engine.queued import QueueFull, Unavailable
 
 PROMPTS = ["def area(radius):", "import os\n", "class Stack:"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}

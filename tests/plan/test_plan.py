@@ -730,6 +730,8 @@ MEASURED: dict[str, list[str]] = {  # what only a measurement uses
     "--quantize": ["--quantize", "int8"],
     "--device-map": ["--device-map", "auto"],
     "--encoder-dtype": ["--encoder-dtype", "float32"],
+    "--kv-dtype": ["--kv-dtype", "int8"],
+    "--generation-config": ["--generation-config", "none"],
     **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code")},
     **{name: [name, "file"] for name in ("--save", "--plot")},
 }

@@ -51,7 +51,7 @@ class AsyncEngine:
     ) -> list[Completion]:
         """Continue every prompt -> completions in their order; prompts and options as of `Engine.generate`.
 
-        Raises its errors, `worker.QueueFull` if too many texts wait, and `worker.Unavailable` outside `async with`.
+        Raises its errors, `queued.QueueFull` if too many texts wait, and `queued.Unavailable` outside `async with`.
         """
         read = read_prompts(prompts)
         if options.get("num_beams") is not None:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Piece
-from slipstream.engine.worker import Search, Ticket, rounds_of
+from slipstream.engine.queued import Search
+from slipstream.engine.worker import Ticket, rounds_of
 from slipstream.serve import answers
 from slipstream.serve.ids import new_id
 from slipstream.serve.schema import SpeculationOptions

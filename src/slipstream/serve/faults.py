@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from slipstream.engine import worker
+from slipstream.engine import queued
 
 LONGEST = 2000
 """The most characters of an error's message."""
@@ -120,7 +120,7 @@ class HeadersTooLarge(ServeError):
     status, kind, code = 431, "invalid_request_error", "headers_too_large"
 
 
-class TooManyRequests(ServeError, worker.QueueFull):
+class TooManyRequests(ServeError, queued.QueueFull):
     """The queue is full: `max_queue` requests wait already (429)."""
 
     status, kind, code = 429, "rate_limit_error", "queue_full"
@@ -130,7 +130,7 @@ class TooManyRequests(ServeError, worker.QueueFull):
         return {"Retry-After": "1"}
 
 
-class ServiceUnavailable(ServeError, worker.Unavailable):
+class ServiceUnavailable(ServeError, queued.Unavailable):
     """The server is starting, ending, or has lost the thread that runs the models (503)."""
 
     status, kind, code = 503, "server_error", "unavailable"

@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
-from slipstream.engine.worker import Search, Ticket, Worker
+from slipstream.engine.queued import Search
+from slipstream.engine.worker import Ticket, Worker
 from slipstream.execution.graphs import GRAPHS
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
