@@ -101,6 +101,16 @@ class ModelOptions:
         "NAME",
         one_piece="its kernels are for models in one piece",
     )
+    activations: str | None = model_option(
+        None,
+        "target",
+        "Of a quantized checkpoint: int8 rounds the inputs of its layers (as llama.cpp does), float leaves them.",
+        "NAME",
+        Literal["int8", "float"],
+    )
+    dequantize: bool = model_option(
+        False, "target", "Load the weights of a quantized checkpoint as plain numbers.", "", bool
+    )
     kv_dtype: str | None = model_option(
         None,
         "target",

@@ -261,7 +261,8 @@ def _notes(name: str, weights: GgufWeights, reading: Reading) -> list[str]:
     notes = list[str]()
     if weights.stored and reading.activations == INT8:
         notes.append(
-            f"{name} multiplies inputs rounded to 8 bits, as llama.cpp does; activations='float' leaves them unrounded."
+            f"{name} multiplies inputs rounded to 8 bits, as llama.cpp does; activations='float' "
+            "(--activations float) leaves them unrounded."
         )
     if weights.dequantized and not reading.dequantize:
         formats = ", ".join(sorted(weights.dequantized))
