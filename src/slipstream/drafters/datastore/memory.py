@@ -204,9 +204,9 @@ class ResponseMemory:
 
     def _touch(self, run: Any, namespace: str) -> None:
         """Mark the entries that were drafted from as the most recently used."""
-        update = "UPDATE entries SET used = (SELECT clock FROM totals WHERE namespace = ?1) WHERE id = ?2"
+        latest = "SELECT clock FROM totals WHERE namespace = ?"
         for entry in self._touched.pop(namespace, ()):
-            run(f"{update} AND namespace = ?1", namespace, entry)
+            run(f"UPDATE entries SET used = ({latest}) WHERE id = ? AND namespace = ?", namespace, entry, namespace)
 
     def _evict(self, run: Any, namespace: str) -> None:
         """Remove the least recently used entries of a namespace beyond its limits, until a share SPARE is free."""
