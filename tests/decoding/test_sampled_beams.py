@@ -24,6 +24,7 @@ from slipstream.check import chi2
 from slipstream.core.beams import Beams
 from slipstream.core.request import Request
 from slipstream.decoding.beam import beam_search
+from slipstream.decoding.beam_search import RANKED_BY_SCORE
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.sampling import Sampling
@@ -75,8 +76,9 @@ def law_of_best() -> dict[Text, float]:
             for weight, prefix in live
             for token, share in enumerate(table((*PROMPT, *prefix)))
         }
-        # Where the limit ends all texts, only the first draws are looked at.
-        for order, share in drawn(weights, 2 * WIDTH if depth < LIMIT else WIDTH):
+        # Where the limit ends all texts, and ranks are the order of draws, only the first draws are looked at.
+        for order, share in drawn(weights, WIDTH if depth == LIMIT and not RANKED_BY_SCORE else 2 * WIDTH):
+            order = tuple(sorted(order, key=weights.__getitem__, reverse=True)) if RANKED_BY_SCORE else order
             over = [one for rank, one in enumerate(order) if rank < WIDTH and (one[-1] == END or depth == LIMIT)]
             done = sorted([*finished, *((weights[one], one) for one in over)], reverse=True)[:WIDTH]
             going = sorted(((weights[one], one) for one in order if one[-1] != END), reverse=True)[:WIDTH]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from math import inf
 from operator import attrgetter, itemgetter
 
@@ -17,6 +18,9 @@ from slipstream.core.beams import Beams, Candidates, Hypothesis, Prefix
 from slipstream.core.law import Fault
 from slipstream.core.request import Request
 from slipstream.core.stats import Stats
+
+RANKED_BY_SCORE = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
+"""Whether the installed transformers ranks what a sampled step has drawn by score; before, in the order of draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ def best_continuations(
 ) -> list[Continuation]:
     """Return the first `count` continuations of all beams by their ranks; ties keep the order of the beams.
 
-    Without noise these are the best ones, the best first. Forbidden tokens (with a log-probability of -inf) are left
-    out.
+    Without noise these are the best ones, the best first; with noise they come as `RANKED_BY_SCORE` says. Forbidden
+    tokens (with a log-probability of -inf) are left out.
     """
     ranked: list[tuple[float, Continuation]] = []
     for beam in beams:
@@ -47,7 +51,8 @@ def best_continuations(
             if value > -inf
         ]
     ranked.sort(key=itemgetter(0), reverse=True)  # sorting is stable, also with reverse=True
-    return [continuation for _, continuation in ranked[:count]]
+    chosen = [continuation for _, continuation in ranked[:count]]
+    return sorted(chosen, key=itemgetter(0), reverse=True) if RANKED_BY_SCORE else chosen
 
 
 def best_beams(beams: Iterable[Beam], count: int) -> list[Beam]:
