@@ -34,10 +34,10 @@ class AsyncEngine:
 
     async def __aenter__(self) -> Self:
         """Start the thread, and wait until it is ready. Raises RuntimeError with the reason if it is not."""
-        told = asyncio.Event()
-        self._worker.on_ready = self._worker.on_death = told.set
+        started_or_failed = asyncio.Event()
+        self._worker.on_ready = self._worker.on_death = started_or_failed.set
         self._worker.start()
-        await told.wait()
+        await started_or_failed.wait()
         if self._worker.failure is not None:
             raise RuntimeError(f"the engine cannot run: {self._worker.failure}") from self._worker.failure
         return self

@@ -126,9 +126,9 @@ class GgufWeights:
 
     def _kept(self) -> Iterator[tuple[str, tuple[str, Stored, Tensor | None]]]:
         """Yield the tensors that keep their codes, in the model's order: name, with layer, tensor and order of rows."""
-        files = {ours: theirs for theirs, ours in self.names.items()}
+        in_file = {name: stored for stored, name in self.names.items()}
         for layer, module in self.skeleton.named_modules():
-            tensor = self.file.tensors.get(files.get(f"{layer}.weight", ""))
+            tensor = self.file.tensors.get(in_file.get(f"{layer}.weight", ""))
             if tensor is None or tensor.format not in FORMATS or len(tensor.shape) != 2:
                 continue
             if type(module) is nn.Linear or can_embed(module):
@@ -174,15 +174,14 @@ def _names(file: GgufFile, skeleton: Any, processor: Any) -> dict[str, str]:
     for cut in (0, 1):
         some: dict[str, str] = {}
         for full in skeleton.state_dict():
-            ours = processor.preprocess_name(full)
-            name = ours.split(".", cut)[-1]
+            whole = processor.preprocess_name(full)
+            name = whole.split(".", cut)[-1]
             stem, dot, part = name.rpartition(".")
             stem, suffix = (stem, dot + part) if part in ("weight", "bias") else (name, "")
-            theirs = known.get_name(stem)
-            if theirs:
-                some[theirs + suffix] = ours
+            if in_file := known.get_name(stem):
+                some[in_file + suffix] = whole
             else:
-                processor.perform_fallback_tensor_mapping(some, suffix, ours.removesuffix(name), name)
+                processor.perform_fallback_tensor_mapping(some, suffix, whole.removesuffix(name), name)
         found = some | found
     return found
 

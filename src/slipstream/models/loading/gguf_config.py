@@ -59,23 +59,23 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
 
 def _values(file: GgufFile) -> dict[str, Any]:
     """Return the values of a configuration by transformers' names."""
-    name, kind = file.architecture, FAMILIES[file.architecture]
-    tensors, names = file.tensors, GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING[name]
-    values = {ours: file.value(theirs) for theirs, ours in names.items() if ours and file.value(theirs) is not None}
+    family, kind = file.architecture, FAMILIES[file.architecture]
+    tensors, names = file.tensors, GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING[family]
+    values = {name: file.value(key) for key, name in names.items() if name and file.value(key) is not None}
     values |= {
-        key: value
-        for theirs, key in GGUF_CONFIG_MAPPING["tokenizer"].items()
-        if (value := file.metadata.get(f"tokenizer.{theirs}")) is not None
+        name: value
+        for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items()
+        if (value := file.metadata.get(f"tokenizer.{key}")) is not None
     }
     values = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}) | values
     values.setdefault("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())) or _rows(file))
-    values["tie_word_embeddings"] = "output.weight" not in tensors or name in ("falcon", "bloom")
-    if "head_dim" in values or name in ("qwen2", "qwen3", "phi3", "gemma3"):
+    values["tie_word_embeddings"] = "output.weight" not in tensors or family in ("falcon", "bloom")
+    if "head_dim" in values or family in ("qwen2", "qwen3", "phi3", "gemma3"):
         values |= {"head_dim": width} if (width := file.value("attention.key_length")) else {}
     caps = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-    caps |= {"attention.sliding_window": "sliding_window"} if name == "phi3" else {}
-    values |= {ours: found for theirs, ours in caps.items() if (found := file.value(theirs)) is not None}
-    if name == "stablelm":
+    caps |= {"attention.sliding_window": "sliding_window"} if family == "phi3" else {}
+    values |= {name: found for key, name in caps.items() if (found := file.value(key)) is not None}
+    if family == "stablelm":
         values["use_qkv_bias"] = any(each.endswith("attn_q.bias") for each in tensors)
         values["use_parallel_residual"] = not any("ffn_norm" in each for each in tensors)
     if rotation := _rotation(file):
@@ -131,12 +131,12 @@ def _floats(file: GgufFile, name: str) -> Tensor:
 def generation_config_of(file: GgufFile) -> GenerationConfig:
     """Return the generation settings of a model: the tokens that begin and end texts, and how it is to be sampled."""
     metadata = file.metadata
-    special = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in SPECIAL.items()}
-    settings: dict[str, Any] = {f"{name}_token_id": special[name] for name in ("bos", "pad")}
+    special = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, role in SPECIAL.items()}
+    settings: dict[str, Any] = {f"{role}_token_id": special[role] for role in ("bos", "pad")}
     ends = {special["eos"], *(metadata.get(f"tokenizer.ggml.{each}_token_id") for each in ("eot", "eom"))}
     ends |= {number for number, token in enumerate(metadata.get("tokenizer.ggml.tokens", ())) if token in ENDS}
     settings["eos_token_id"] = sorted(each for each in ends if each is not None) or None
-    sampling = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
+    sampling = {name: metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     return GenerationConfig(**settings, **sampling, **({"do_sample": True} if sampling else {}))
 
@@ -145,8 +145,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a model. Raises ValueError, whose message is only the fault, if the file has none."""
     parts = {
         part: {
-            ours: file.metadata[f"tokenizer.{key}"]
-            for key, ours in names.items()
+            name: file.metadata[f"tokenizer.{key}"]
+            for key, name in names.items()
             if f"tokenizer.{key}" in file.metadata
         }
         for part, names in GGUF_TOKENIZER_MAPPING.items()
@@ -158,8 +158,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         settings.setdefault("add_bos_token", True)  # as llama.cpp does
     if words.get("tokenizer_type") == "gemma4":
         settings["add_bos_token"] = False  # its chat template begins with the token
-    for theirs, ours in SPECIAL.items():
-        number = file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        settings[f"{ours}_token"] = None if number is None else words["tokens"][number]
+    for key, role in SPECIAL.items():
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        settings[f"{role}_token"] = None if number is None else words["tokens"][number]
     backend, more = convert_gguf_tokenizer(file.architecture, words)
     return PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(file.path), **settings, **more)
