@@ -19,7 +19,7 @@ from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.decoding import acceptance
-from slipstream.decoding.generate import generate, sound
+from slipstream.decoding.generate import generate, succeeded
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.measure.environment import environment
 from slipstream.measure.replay import plain_law, replay
@@ -101,7 +101,7 @@ def write(
                 return requests, outputs
             some = subject.requests(temperature, places[start : start + BATCH], seed)
             requests += some
-            outputs += [row.output for row in sound(generate(decoder, some))]
+            outputs += [row.output for row in succeeded(generate(decoder, some))]
             written = sum(map(len, outputs))
             say(f"{subject.name} at temperature {temperature:g}: {min(written, tokens)} of {tokens} tokens")
     return requests, outputs

@@ -9,7 +9,7 @@ from typing import Any
 from reproduction.runs.acceptance import BATCH
 from reproduction.runs.subjects import Subject
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, sound
+from slipstream.decoding.generate import generate, succeeded
 from slipstream.measure.environment import environment
 
 GAMMA = 5
@@ -48,5 +48,5 @@ def bleu(subject: Subject, temperatures: Sequence[float], most: int, say: Callab
 
 
 def _translate(subject: Subject, decoder: Decoder, temperature: float, most: int) -> list[str]:
-    rows = sound(generate(replace(decoder, batch_size=BATCH), subject.requests(temperature, range(most))))
+    rows = succeeded(generate(replace(decoder, batch_size=BATCH), subject.requests(temperature, range(most))))
     return [subject.engine.decode([token for token in row.output if token not in subject.engine.eos]) for row in rows]

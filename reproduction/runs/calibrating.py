@@ -11,7 +11,7 @@ from reproduction.baselines.exits import ExitRule, Exits
 from reproduction.runs.methods import CONFIDENCES, exiting
 from reproduction.runs.quality import unlike
 from reproduction.runs.subjects import Subject
-from slipstream.decoding.generate import generate, sound
+from slipstream.decoding.generate import generate, succeeded
 
 RISKS = (0.1, 0.25, 0.5)
 """The risks: allowed mean distances (1 - chrF) from the texts that all layers give."""
@@ -31,7 +31,7 @@ def thresholds(subject: Subject, exits: Exits, first: int, texts: int, say: Call
     requests = subject.requests(0.0, range(first, min(first + texts, len(subject.sources))))
 
     def write(rule: ExitRule | None) -> list[str]:
-        rows = sound(generate(exiting(subject, exits, rule), requests))
+        rows = succeeded(generate(exiting(subject, exits, rule), requests))
         return [subject.engine.decode(row.output) for row in rows]
 
     unshortened, calibrations = write(None), list[dict[str, Any]]()

@@ -20,7 +20,7 @@ from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
-from slipstream.decoding.generate import generate, plain, rounds, sound
+from slipstream.decoding.generate import generate, plain, rounds, succeeded
 from slipstream.decoding.rules import rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.chain import ChainDrafter
@@ -93,7 +93,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(kind: str, draft: str, t
         assert failed.stats.emitted == len(failed.output)
         assert re.search(rf"text 1 after {length} tokens.*{says}|{says} {length} tokens", failed.error or "")
         with pytest.raises((FloatingPointError, KeyError)) as raised:
-            sound(rows)
+            succeeded(rows)
         assert isinstance(raised.value, KeyError) == (kind == "raises")
 
 
@@ -246,5 +246,5 @@ def test_one_infinite_score_is_a_choice_when_decoding_greedily() -> None:
 def test_sound_rows_give_no_warning_and_no_detour() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sound(generate(decoder(model_draft()), requests(Sampling(temperature=1.0))))
+        assert succeeded(generate(decoder(model_draft()), requests(Sampling(temperature=1.0))))
     assert draw is decoder(NoDraft()).rng

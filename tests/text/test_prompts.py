@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.text.prompts import Item, gather, sound
+from slipstream.text.prompts import Item, gather, usable
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -153,6 +153,6 @@ def test_a_file_may_be_compressed(tmp_path: Path) -> None:
 
 def test_one_prompt_that_cannot_be_used_is_named() -> None:
     good = gather(["a", "b"], None, False)
-    assert sound(good) == good
+    assert usable(good) == good
     with pytest.raises(ValueError, match=r"^prompt 2: the prompt is empty\.$"):
-        sound(gather(["a", "", "\ud800"], None, False))
+        usable(gather(["a", "", "\ud800"], None, False))

@@ -15,7 +15,7 @@ from slipstream.core.round import Round
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
-from slipstream.decoding.generate import rounds, sound
+from slipstream.decoding.generate import rounds, succeeded
 from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
@@ -116,7 +116,7 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
         for round in play(replace(decoder, batch_size=task.batch), requests):
             rows |= {row.index: row for row in round.rows}
             count += 1
-        done = sound(rows[index] for index in range(len(requests)))
+        done = succeeded(rows[index] for index in range(len(requests)))
         return Output([row.output for row in done], sum((row.stats for row in done), Stats()), count)
 
     return Contender(name, run, gamma)

@@ -16,7 +16,7 @@ from slipstream.core.law import Law, distance
 from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.request import Request, Row
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, sound
+from slipstream.decoding.generate import generate, succeeded
 from slipstream.kernels.packing import inputs_as_they_are
 from slipstream.measure.replay import plain_law, replay
 
@@ -194,7 +194,7 @@ class Endings:
 def endings(decoder: Decoder, texts: Sequence[RecordedText]) -> Endings:
     """Check how texts end, and how they end if a token from inside an accepted draft is made an end token."""
     requests = [ended for text in texts if (ended := _cut(text))]
-    again = sound(generate(decoder, requests))
+    again = succeeded(generate(decoder, requests))
     rows = [*(text.row for text in texts), *again]
     faults = [fault for row in rows for fault in _faults(row, decoder.target)]
     return Endings(tuple(faults), sum(row.finish_reason == "stop" for row in again))

@@ -17,7 +17,7 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import rounds, sound
+from slipstream.decoding.generate import rounds, succeeded
 from slipstream.measure.replay import plain_law
 
 MOST_PAIRS = 48
@@ -154,7 +154,7 @@ def watch(
     texts: dict[int, RecordedText] = {}
     observed = Observations()
     for round in rounds(recorder.decoder, requests):
-        sound(round.rows)
+        succeeded(round.rows)
         if round.draft.parents is not None:
             observed.form = TREES if round.draft.paths is None else PATHS
         # The laws that verdict and draft report must be those that tokens were drawn from.

@@ -16,7 +16,7 @@ from slipstream.core.law import Law, distance
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, sound
+from slipstream.decoding.generate import generate, succeeded
 from slipstream.measure.replay import replay
 
 FALSE_ALARM, POWER = 1e-4, 0.9
@@ -94,7 +94,7 @@ def take(decoder: Decoder, requests: Sequence[Request], moved: float, on_texts: 
     for start in range(0, len(requests), decoder.batch_size):
         some = requests[start : start + decoder.batch_size]
         before = None if start else _first_draft(decoder, some)
-        outputs = [row.output for row in sound(generate(decoder, some))]
+        outputs = [row.output for row in succeeded(generate(decoder, some))]
         samples.learned |= not start and _moved(before, _first_draft(decoder, some))
         _count(samples, decoder, some, outputs)
         samples.texts += len(some)

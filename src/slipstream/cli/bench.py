@@ -29,7 +29,7 @@ from slipstream.cli.options import (
 )
 from slipstream.core.model_options import ModelOptions
 from slipstream.text.jsontext import json_text
-from slipstream.text.prompts import gather, sound
+from slipstream.text.prompts import gather, usable
 
 if TYPE_CHECKING:
     from slipstream.bench import BenchReport, Result, Side
@@ -153,7 +153,7 @@ def _prompts(file: str | None, most: int | None) -> list[Any]:
     """Return the prompts of the file, or the built-in ones. Raises ValueError if one cannot be read."""
     from slipstream.bench import PROMPTS
 
-    items = sound(gather([], file, chat=False)[:most]) if file else []
+    items = usable(gather([], file, chat=False)[:most]) if file else []
     return [item.prompt for item in items] or list(PROMPTS[:most])
 
 

@@ -22,7 +22,7 @@ from slipstream.cli.options import (
 )
 from slipstream.core.options import SHAPES
 from slipstream.text.jsontext import json_text
-from slipstream.text.prompts import gather, sound
+from slipstream.text.prompts import gather, usable
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
 Temperature = Annotated[
@@ -66,7 +66,7 @@ def check(
     from slipstream.check import check as run
     from slipstream.engine.load import load
 
-    items = sound(gather(prompts or [], file, chat)) if prompts or file else []
+    items = usable(gather(prompts or [], file, chat)) if prompts or file else []
     options = _options(context.params)
     with busy(console(stderr=True), "loading"):
         engine = load(asked_models(context), progress=say)

@@ -29,7 +29,7 @@ from slipstream.cli.options import (
 )
 from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
-from slipstream.text.prompts import gather, sound
+from slipstream.text.prompts import gather, usable
 
 if TYPE_CHECKING:
     from slipstream.drafters.frequent_tokens import TokenCounts
@@ -93,7 +93,7 @@ def count(
     from slipstream.engine.engine import Interrupted
     from slipstream.engine.load import embedded, load
 
-    items = sound(gather(prompts or [], file, chat))
+    items = usable(gather(prompts or [], file, chat))
     if out is not None:
         check_writable(out, KIND, force, [file] if file else [])
     with busy(console(stderr=True), "loading"):

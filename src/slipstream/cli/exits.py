@@ -22,7 +22,7 @@ from slipstream.cli.options import (
     with_options,
 )
 from slipstream.text.jsontext import json_text
-from slipstream.text.prompts import gather, sound
+from slipstream.text.prompts import gather, usable
 
 if TYPE_CHECKING:
     from slipstream.plan.layers import LayerSearch
@@ -60,7 +60,7 @@ def exits(
     from slipstream.measure.requests import request_for
     from slipstream.plan.layers import first_layers, search_exit
 
-    items = sound(gather(prompts or [], file, chat)) if prompts or file else []
+    items = usable(gather(prompts or [], file, chat)) if prompts or file else []
     most, seed = context.params["max_new_tokens"], context.params["seed"]
     sampler = Sampling(temperature=context.params["temperature"])
     with busy(console(stderr=True), "loading"):

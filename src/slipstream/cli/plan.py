@@ -35,7 +35,7 @@ from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
 from slipstream.text.jsontext import json_text
-from slipstream.text.prompts import gather, sound
+from slipstream.text.prompts import gather, usable
 
 if TYPE_CHECKING:
     from slipstream.core.protocols import Drafter
@@ -187,7 +187,7 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
         if chat:
             raise ValueError("--chat wraps prompts, and there are none: give a PROMPT or --prompts FILE.")
         return list(OWN)
-    items = sound(gather(prompts, file, chat))
+    items = usable(gather(prompts, file, chat))
     count = min(most, len(items))
     return [items[place * len(items) // count].prompt for place in range(count)]
 

@@ -40,7 +40,7 @@ def plain(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
     return generate(replace(decoder, drafter=NoDraft(), controller=Fixed(0)), requests)
 
 
-def sound(rows: Iterable[Row]) -> list[Row]:
+def succeeded(rows: Iterable[Row]) -> list[Row]:
     """Return the rows, or raise for the first that failed: what a processor raised, else FloatingPointError."""
     rows = list(rows)
     for row in rows:

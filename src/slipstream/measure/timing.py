@@ -9,7 +9,7 @@ from time import perf_counter
 from slipstream.core.request import Request
 from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import rounds, sound
+from slipstream.decoding.generate import rounds, succeeded
 
 
 def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round, Beat]]:
@@ -17,7 +17,7 @@ def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round
     seen, last = set[int](), perf_counter()
     for round in rounds(decoder, requests):
         wall = perf_counter() - last
-        new = [place for place, row in enumerate(sound(round.rows)) if row.index not in seen]
+        new = [place for place, row in enumerate(succeeded(round.rows)) if row.index not in seen]
         seen |= {round.rows[place].index for place in new}
         wall -= sum(prompt_seconds(round, place) for place in new)
         draft, target = round.seconds["draft"] + round.reading, round.seconds["target"]

@@ -25,7 +25,7 @@ from slipstream.core.request import Request
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, plain, sound
+from slipstream.decoding.generate import generate, plain, succeeded
 from slipstream.drafters.early_exit import ExitDrafter
 from slipstream.measure.racing import race, ratios
 from slipstream.models.layers import find_layers, part_of, spell
@@ -158,7 +158,7 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
 
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
     """Decode the requests plainly -> the length of each prompt, and the whole text."""
-    return [(len(row.request.prompt), row.tokens) for row in sound(plain(decoder, requests))]
+    return [(len(row.request.prompt), row.tokens) for row in succeeded(plain(decoder, requests))]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequ
 def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:
     """Decode the texts once -> the statistics of all rows together. Raises ValueError if nothing was decoded."""
     if layers is None:
-        rows = sound(plain(decoder, requests))
+        rows = succeeded(plain(decoder, requests))
     else:
         assert isinstance(decoder.target, HasModel)
-        rows = sound(generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests))
+        rows = succeeded(generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests))
     stats = reduce(add, [row.stats for row in rows], Stats())
     if not stats.tokens_per_second:
         raise ValueError("there is nothing to measure on: give at least one prompt that can be continued.")

@@ -43,7 +43,7 @@ def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
     return items
 
 
-def sound(items: list[Item]) -> list[Item]:
+def usable(items: list[Item]) -> list[Item]:
     """Return the items unchanged if all can be used. Raises ValueError for the first that cannot."""
     for item in items:
         if item.error:

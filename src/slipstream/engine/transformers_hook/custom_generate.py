@@ -24,7 +24,7 @@ from slipstream.core.request import Request, Row
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import controller
 from slipstream.decoding.decoder import Decoder, Experience
-from slipstream.decoding.generate import rounds, sound
+from slipstream.decoding.generate import rounds, succeeded
 from slipstream.decoding.rules import TOKEN, Rule
 from slipstream.decoding.sampling import Processor
 from slipstream.decoding.scheduler import check_requests
@@ -234,7 +234,7 @@ def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) ->
                 streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
-    return sound(rows[index] for index in range(len(requests)))
+    return succeeded(rows[index] for index in range(len(requests)))
 
 
 def _after_prompts(
