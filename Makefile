@@ -64,7 +64,7 @@ format: $(STAMPS)/test ## Let ruff format the code and fix what it can
 	@$(BIN)/ruff format .
 
 paper: $(STAMPS)/test ## Make the paper's tables and figures that need no models, again (NAMES, as python -m reproduction takes them)
-	@$(BIN)/python -m reproduction $(or $(NAMES),table1 figure1 figure2 figure3) --out docs/paper
+	@$(BIN)/python -m reproduction $(or $(NAMES),table1 figure1 figure2 figure3) --out reproduction/paper
 
 figures: $(STAMPS)/test ## Measure every table of speeds again (PROMPTS=HumanEval.jsonl.gz NEWS=FILE), about an hour, alone
 	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/tables.py --measure --prompts "$(PROMPTS)" --news "$(NEWS)"

@@ -52,7 +52,7 @@ def make(name: str, lab: Lab) -> Sheet:
     quick = " --quick" * lab.scale.quick
     options = "" if name in ALONE else f"{_options(lab.inputs)}{_types(lab.how)}"
     compiled = " --compile" * (lab.how.compile and name in ("table2", "table4", "figure5"))
-    command = f"python -m reproduction {name}{options}{compiled}{quick} --out docs/paper"
+    command = f"python -m reproduction {name}{options}{compiled}{quick} --out reproduction/paper"
     sheet = replace(MAKERS[name](lab), command=command)
     if lab.out:
         _write(sheet, lab, lab.out)

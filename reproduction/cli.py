@@ -101,9 +101,9 @@ def reproduce(
 
     Example: python -m reproduction table1 figure3 --out build/paper
 
-    Example: python -m reproduction baselines --standins build/standins --out docs/paper
+    Example: python -m reproduction baselines --standins build/standins --out reproduction/paper
 
-    Example: python -m reproduction all --standins build/standins --pairs multi30k --articles news.json --out docs/paper
+    Example: python -m reproduction all --standins build/standins --pairs multi30k --articles news.json --out reproduction/paper
     """
     names = _names(what)
     from reproduction.lab import FULL, QUICK, Inputs, Lab

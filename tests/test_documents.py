@@ -12,7 +12,7 @@ from size import words
 from test_house import ROOT, repository_files
 
 DOCS = ROOT / "docs"
-GENERATED = {"families.md", "paper.md"}
+GENERATED = {"families.md"}
 LIMITS = {"page": 1_500, "decision": 150}
 """The most words (as `wc -w` counts) of a page that nobody generates, and of a decision."""
 
@@ -82,7 +82,7 @@ def law(text: str) -> list[str]:
 
 
 def test_pages_for_users_say_distribution() -> None:
-    inside = {"architecture.md", "exactness.md", "paper.md"}  # for readers of the code; names its word; generated
+    inside = {"architecture.md", "exactness.md"}  # for readers of the code; names its word
     for page in (ROOT / "README.md", *(page for page in DOCS.glob("*.md") if page.name not in inside)):
         assert law(page.read_text(encoding="utf-8")) == [], page
 

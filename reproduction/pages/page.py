@@ -1,4 +1,4 @@
-"""docs/paper.md: every sheet with the command that makes it, from the JSON files alone."""
+"""reproduction/paper.md: every sheet with the command that makes it, from the JSON files alone."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _place(run: dict[str, Any]) -> str:
 
 
 def page_file(out: Path) -> Path:
-    """Return the file of the page, beside the folder of the sheets: `docs/paper` gives `docs/paper.md`."""
+    """Return the file of the page, beside the folder of the sheets: `reproduction/paper` gives `reproduction/paper.md`."""
     out = out.absolute()
     return out.with_name(f"{out.name}.md")
 

@@ -18,7 +18,7 @@ def test_tables_without_models_and_their_files(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "6.86" in result.stdout and "best gamma" in result.stdout
     assert {file.name for file in out.iterdir()} == {"table1.json", "figure3.json", "figure3.svg"}
     page = (out.with_name("paper.md")).read_text(encoding="utf-8")
-    assert "$ python -m reproduction table1 --out docs/paper" in page and "figure3.svg" in page
+    assert "$ python -m reproduction table1 --out reproduction/paper" in page and "figure3.svg" in page
     assert json.loads((out / "table1.json").read_text())["rows"][0][0] == 0.6
 
 

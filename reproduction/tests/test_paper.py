@@ -28,7 +28,7 @@ from slipstream.engine.engine import Engine
 from slipstream.models.tables import TableScorer
 from toys import dirichlet_table
 
-DOCS = Path(__file__).parents[2] / "docs"
+HERE = Path(__file__).parents[1]
 
 
 # ---- formulae ---------------------------------------------------------------------------------------------------
@@ -200,11 +200,11 @@ def test_a_table_is_markdown() -> None:
 
 
 def test_the_page_is_what_the_json_gives() -> None:
-    found = read_sheets(DOCS / "paper", tuple(catalogue.MAKERS))
+    found = read_sheets(HERE / "paper", tuple(catalogue.MAKERS))
     assert {made.name for made in found} >= {"table1", "figure2", "figure3", "figure4"}
-    assert (DOCS / "paper.md").read_text(encoding="utf-8") == page(found, "paper")
+    assert (HERE / "paper.md").read_text(encoding="utf-8") == page(found, "paper")
     for made in found:
-        assert not made.drawn or (DOCS / "paper" / f"{made.name}.svg").is_file()
+        assert not made.drawn or (HERE / "paper" / f"{made.name}.svg").is_file()
     changed = Sheet(**{**vars(found[0]), "title": "another"})
     assert page([changed], "paper") != page(found[:1], "paper")
 
@@ -230,7 +230,7 @@ def test_the_page_shows_commands_notes_and_what_is_quick() -> None:
 def test_formulae_on_the_page_are_todays() -> None:
     """The committed sheets that need no run are what the code makes now."""
     lab = Lab(Inputs())
-    for made in read_sheets(DOCS / "paper", ("table1", "figure2", "figure3", "figure4")):
+    for made in read_sheets(HERE / "paper", ("table1", "figure2", "figure3", "figure4")):
         assert made == catalogue.make(made.name, lab)
 
 
