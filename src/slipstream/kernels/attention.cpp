@@ -27,10 +27,7 @@ constexpr int MOST_QUERIES = 12;  // whose OUTPUTS stay in registers
 constexpr int MOST_QUERIES = 4;
 #endif
 
-// Steps between rows, heads and tokens (or slots) of a tensor.
-struct Steps {
-  int64_t row, head, token;
-};
+using slipstream::Steps;
 
 // What a token sees: the places from `begin` to `end`.
 struct Sight {
@@ -879,23 +876,13 @@ void attend_all(const Attention<Type>& work) {
   });
 }
 
-// Steps over (rows, heads, tokens, width); a size of one is the same for all.
-Steps steps(const Tensor& tensor) {
-  const auto step = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
-  return {step(0), step(1), step(2)};
-}
-
 template <class Type>
-void run_attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
-                   double scale, const Tensor& outputs) {
+void run(const slipstream::Attended& given) {
   using Item = typename Type::Item;
-  const auto place = [](const Tensor& tensor) { return static_cast<const Item*>(tensor.data_ptr()); };
-  const Attention<Type> work{place(queries), place(keys), place(values), mask ? place(*mask) : nullptr,
-                             static_cast<Item*>(outputs.data_ptr()), steps(queries), steps(keys), steps(values),
-                             mask ? steps(*mask) : Steps{}, queries.size(0), queries.size(1),
-                             queries.size(1) / keys.size(1), queries.size(2), keys.size(2), queries.size(3),
-                             static_cast<float>(scale)};
-  if (!outputs.numel()) return;
+  const auto place = [](const void* tensor) { return static_cast<const Item*>(tensor); };
+  const Attention<Type> work{place(given.queries), place(given.keys), place(given.values), place(given.mask),
+                             static_cast<Item*>(given.outputs), given.query, given.key, given.value, given.masked,
+                             given.rows, given.heads, given.groups, given.tokens, given.slots, given.width, given.scale};
   // With float32, two vectors are slower than one.
   const bool few = Type::STEP == 1 || work.tokens * work.groups <= LANES;
 #if defined(__AMX_BF16__) && defined(__AVX512F__)
@@ -903,6 +890,22 @@ void run_attention(const Tensor& queries, const Tensor& keys, const Tensor& valu
     if (tiles_allowed()) return few ? attend_all<Type, 1, Blocks<1>>(work) : attend_all<Type, 2, Blocks<2>>(work);
 #endif
   few ? attend_all<Type, 1, Vectors<Type, 1>>(work) : attend_all<Type, 2, Vectors<Type, 2>>(work);
+}
+
+}  // namespace
+
+void slipstream::attend(Number number, const Attended& work) {
+  with_type(number, [&](auto type) { run<decltype(type)>(work); });
+}
+
+// ---- operators of torch ---------------------------------------------------------------------------------------------
+
+namespace {
+
+// Steps over (rows, heads, tokens, width); a size of one is the same for all.
+Steps steps(const Tensor& tensor) {
+  const auto step = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+  return {step(0), step(1), step(2)};
 }
 
 // Queries (rows, heads, tokens, width), keys and values (rows, fewer or as many heads, slots, width), and what is added
@@ -922,12 +925,13 @@ Tensor attend(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> 
                   "slipstream::attend: the mask does not fit");
   const std::vector<int64_t> shape = {queries.size(0), queries.size(2), queries.size(1), queries.size(3)};
   Tensor outputs = torch::stable::new_empty(queries, shape);
-  if (queries.scalar_type() == ScalarType::BFloat16)
-    run_attention<BFloat16>(queries, keys, values, mask, scale, outputs);
-  else if (queries.scalar_type() == ScalarType::Float)
-    run_attention<Float32>(queries, keys, values, mask, scale, outputs);
-  else
-    STD_TORCH_CHECK(false, "slipstream::attend: float32 or bfloat16");
+  const slipstream::Number number = number_of(queries, "attend");
+  if (outputs.numel())
+    slipstream::attend(number, {queries.data_ptr(), keys.data_ptr(), values.data_ptr(), mask ? mask->data_ptr() : nullptr,
+                                outputs.data_ptr(), steps(queries), steps(keys), steps(values),
+                                mask ? steps(*mask) : Steps{}, queries.size(0), queries.size(1),
+                                queries.size(1) / keys.size(1), queries.size(2), keys.size(2), queries.size(3),
+                                static_cast<float>(scale)});
   return outputs;
 }
 

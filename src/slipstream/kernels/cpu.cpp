@@ -189,6 +189,41 @@ void multiply(const Product<Type>& work) {
   });
 }
 
+template <class Type>
+void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::span<const slipstream::PanelLayer> layers,
+         typename Type::Item* outputs) {
+  using Item = typename Type::Item;
+  Product<Type> work{inputs, outputs, rows, width / Type::STEP, 0, width, {}};
+  for (const auto& [weight, bias, features] : layers) {
+    work.layers.push_back({static_cast<const Item*>(weight), static_cast<const Item*>(bias), features, work.features});
+    work.features += features;
+  }
+  std::unique_ptr<Item[]> copy;  // with rows that do not push each other out of the cache
+  if (rows > FEW && width && width * sizeof(Item) % COLLIDING == 0) {
+    work.apart += LINE / sizeof(Item);
+    copy.reset(new Item[rows * work.apart]);
+    slipstream::parallel_for(0, rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) std::copy_n(inputs + row * width, width, copy.get() + row * work.apart);
+    });
+    work.inputs = copy.get();
+  }
+  multiply<Type>(work);
+}
+
+}  // namespace
+
+void slipstream::multiply(Number number, const void* inputs, int64_t rows, int64_t width,
+                          std::span<const PanelLayer> layers, void* outputs) {
+  with_type(number, [&](auto type) {
+    using Item = typename decltype(type)::Item;
+    run<decltype(type)>(static_cast<const Item*>(inputs), rows, width, layers, static_cast<Item*>(outputs));
+  });
+}
+
+// ---- operators of torch ---------------------------------------------------------------------------------------------
+
+namespace {
+
 // A layer's tensors as the caller has them.
 struct Given {
   Tensor weight;
@@ -211,44 +246,21 @@ void check(const Tensor& inputs, const Given& layer, int64_t step) {
                   "slipstream::linear: tensors must be contiguous");
 }
 
-template <class Type>
-void run(const Tensor& inputs, const std::vector<Given>& layers, const Tensor& outputs) {
-  using Item = typename Type::Item;
-  const int64_t width = inputs.size(inputs.dim() - 1);
-  Product<Type> work{static_cast<const Item*>(inputs.data_ptr()), static_cast<Item*>(outputs.data_ptr()),
-                     inputs.numel() / std::max<int64_t>(1, width), width / Type::STEP, 0, width, {}};
-  for (const Given& layer : layers) {
-    check(inputs, layer, Type::STEP);
-    work.layers.push_back({static_cast<const Item*>(layer.weight.data_ptr()),
-                           layer.bias ? static_cast<const Item*>(layer.bias->data_ptr()) : nullptr, layer.features,
-                           work.features});
-    work.features += layer.features;
-  }
-  std::unique_ptr<Item[]> copy;  // with rows that do not push each other out of the cache
-  if (work.rows > FEW && width && width * sizeof(Item) % COLLIDING == 0) {
-    work.apart += LINE / sizeof(Item);
-    copy.reset(new Item[work.rows * work.apart]);
-    slipstream::parallel_for(0, work.rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        std::copy_n(static_cast<const Item*>(inputs.data_ptr()) + row * width, width, copy.get() + row * work.apart);
-    });
-    work.inputs = copy.get();
-  }
-  multiply<Type>(work);
-}
-
 // (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's.
-Tensor product(const Tensor& inputs, const std::vector<Given>& layers) {
+Tensor product(const Tensor& inputs, const std::vector<Given>& given) {
+  const slipstream::Number number = number_of(inputs, "linear");
+  const int64_t width = inputs.size(inputs.dim() - 1);
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
+  std::vector<slipstream::PanelLayer> layers;
   shape.back() = 0;
-  for (const Given& layer : layers) shape.back() += layer.features;
+  for (const Given& layer : given) {
+    check(inputs, layer, number == slipstream::Number::FLOAT32 ? Float32::STEP : BFloat16::STEP);
+    layers.push_back({layer.weight.data_ptr(), layer.bias ? layer.bias->data_ptr() : nullptr, layer.features});
+    shape.back() += layer.features;
+  }
   Tensor outputs = torch::stable::new_empty(inputs, shape);
-  if (inputs.scalar_type() == ScalarType::BFloat16)
-    run<BFloat16>(inputs, layers, outputs);
-  else if (inputs.scalar_type() == ScalarType::Float)
-    run<Float32>(inputs, layers, outputs);
-  else
-    STD_TORCH_CHECK(false, "slipstream::linear: float32 or bfloat16");
+  slipstream::multiply(number, inputs.data_ptr(), inputs.numel() / std::max<int64_t>(1, width), width, layers,
+                       outputs.data_ptr());
   return outputs;
 }
 

@@ -21,6 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "products.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -172,6 +174,19 @@ inline bool tiles_allowed() {
   return allowed;
 }
 #endif
+
+// Calls `run` with the type of numbers.
+template <class Run>
+void with_type(slipstream::Number number, const Run& run) {
+  number == slipstream::Number::FLOAT32 ? run(Float32()) : run(BFloat16());
+}
+
+// The type of a tensor's numbers, for an operator that has only these.
+inline slipstream::Number number_of(const Tensor& tensor, const char* name) {
+  const ScalarType type = tensor.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, "slipstream::", name, ": float32 or bfloat16");
+  return type == ScalarType::Float ? slipstream::Number::FLOAT32 : slipstream::Number::BFLOAT16;
+}
 
 inline int64_t panels_of(int64_t features) { return (features + PANEL - 1) / PANEL; }
 

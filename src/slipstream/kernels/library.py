@@ -24,7 +24,7 @@ import torch
 
 HERE = Path(__file__).parent
 CARRIED = HERE / "carried"
-HEADERS = HERE / "lanes.h", HERE / "parallel.h", HERE / "weights.h"
+HEADERS = tuple(HERE / f"{name}.h" for name in ("lanes", "parallel", "products", "weights"))
 PARTS = ("attention", "quantized", "cpu", "recurrences", "laws", "codes", "blocks")
 SOURCES = tuple(HERE / f"{name}.cpp" for name in PARTS)
 COMPILERS = ("c++", "g++", "clang++")

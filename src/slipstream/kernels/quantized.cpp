@@ -23,18 +23,7 @@ constexpr int MOST_ROWS = 1;
 
 constexpr int64_t SIDE = 16;  // rows and features of a tile
 
-// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group. Rows of codes
-// are `apart`, so that they do not push each other out of the cache.
-struct Inputs {
-  int64_t rows, groups, group, apart;
-  std::vector<int8_t> codes;
-  std::vector<float> scales;
-  std::vector<int32_t> sums;
-
-  Inputs(int64_t rows, int64_t groups, int64_t group)
-      : rows(rows), groups(groups), group(group), apart(groups * group + (groups * group % COLLIDING ? 0 : LINE)),
-        codes(rows * apart), scales(rows * groups), sums(rows * groups) {}
-};
+using Inputs = slipstream::WholeInputs;
 
 // A group of which `count` inputs are given; those behind them are nothing. If one of them is not finite, neither is
 // anything that the group is multiplied by.
@@ -60,18 +49,6 @@ void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inp
     inputs.scales[place] = greatest / 127;
     inputs.sums[place] = sum;
   }
-}
-
-template <class Type>
-Inputs quantize(const typename Type::Item* given, int64_t rows, int64_t width, int64_t groups, int64_t group) {
-  Inputs inputs(rows, groups, group);
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
-  slipstream::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t i = 0; i < groups; ++i)
-        quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), inputs, row, i);
-  });
-  return inputs;
 }
 
 // A layer of a product, with bias and outputs in float32 if it is `wide`, else in bfloat16.
@@ -369,31 +346,73 @@ void multiply(const std::vector<Layer>& layers, const Plain& inputs) {
   });
 }
 
+// Products of inputs with layers that write one behind the other.
+template <class Type, class Given>
+void run(const Given& inputs, std::span<const slipstream::QuantizedLayer> layers, void* outputs) {
+  using Item = typename Type::Item;
+  std::vector<Layer> found;
+  int64_t features = 0;
+  for (const auto& layer : layers) features += layer.features;
+  Item* place = static_cast<Item*>(outputs);
+  for (const auto& layer : layers) {
+    found.push_back({layer.weights, layer.bias, layer.features, place, features, std::is_same_v<Type, Float32>});
+    place += layer.features;
+  }
+  with_form(layers[0].weights, [&](auto form) { multiply<decltype(form)>(found, inputs); });
+}
+
+}  // namespace
+
+void slipstream::WholeInputs::take(Number number, const void* inputs, int64_t own_rows, int64_t width, int64_t own_groups,
+                                   int64_t own_group) {
+  rows = own_rows, groups = own_groups, group = own_group;
+  apart = groups * group + (groups * group % COLLIDING ? 0 : LINE);
+  codes.assign(rows * apart, 0), scales.assign(rows * groups, 0), sums.assign(rows * groups, 0);
+  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
+  with_type(number, [&](auto type) {
+    using Type = decltype(type);
+    const auto* given = static_cast<const typename Type::Item*>(inputs);
+    parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        for (int64_t i = 0; i < groups; ++i)
+          quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), *this, row, i);
+    });
+  });
+}
+
+void slipstream::multiply(const WholeInputs& inputs, std::span<const QuantizedLayer> layers, Number number, void* outputs) {
+  with_type(number, [&](auto type) { run<decltype(type)>(inputs, layers, outputs); });
+}
+
+void slipstream::multiply(Number number, const void* inputs, int64_t rows, int64_t width,
+                          std::span<const QuantizedLayer> layers, void* outputs) {
+  with_type(number, [&](auto type) {
+    using Type = decltype(type);
+    const Weights& first = layers[0].weights;
+    const auto* given = static_cast<const typename Type::Item*>(inputs);
+    run<Type>(plain<Type>(given, rows, width, first.groups, first.group), layers, outputs);
+  });
+}
+
+void slipstream::read_rows(const Weights& weights, const int64_t* features, int64_t count, int64_t width, float* outputs) {
+  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
+  with_form(weights, [&](auto form) {
+    parallel_for(0, count, share, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) write_row<decltype(form)>(weights, features[i], width, outputs + i * width);
+    });
+  });
+}
+
+// ---- operators of torch ---------------------------------------------------------------------------------------------
+
+namespace {
+
 // A layer's tensors as the caller has them.
 struct Given {
   Packed packed;
   std::optional<Tensor> bias;
   int64_t features;
 };
-
-template <class Type>
-void run(const Tensor& given, const std::vector<Given>& layers, int64_t bits, bool whole, const Tensor& outputs) {
-  using Item = typename Type::Item;
-  const int64_t width = given.size(given.dim() - 1), rows = given.numel() / std::max<int64_t>(1, width);
-  const int64_t groups = layers[0].packed.groups(), group = layers[0].packed.group(bits);
-  const Item* data = static_cast<const Item*>(given.data_ptr());
-  std::vector<Layer> found;
-  Item* place = static_cast<Item*>(outputs.data_ptr());
-  for (const Given& layer : layers) {
-    found.push_back({layer.packed.weights(), layer.bias ? layer.bias->data_ptr() : nullptr, layer.features, place,
-                     outputs.size(outputs.dim() - 1), std::is_same_v<Type, Float32>});
-    place += layer.features;
-  }
-  const auto with = [&](const auto& inputs) {
-    with_form(bits, layers[0].packed, [&](auto form) { multiply<decltype(form)>(found, inputs); });
-  };
-  whole ? with(quantize<Type>(data, rows, width, groups, group)) : with(plain<Type>(data, rows, width, groups, group));
-}
 
 void check(const Tensor& inputs, const Given& layer, int64_t bits) {
   const auto& [packed, bias, features] = layer;
@@ -409,24 +428,29 @@ void check(const Tensor& inputs, const Given& layer, int64_t bits) {
 
 // (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's. `whole`: the inputs
 // become whole numbers.
-Tensor product(const Tensor& inputs, const std::vector<Given>& layers, int64_t bits, bool whole) {
+Tensor product(const Tensor& inputs, const std::vector<Given>& given, int64_t bits, bool whole) {
+  const slipstream::Number number = number_of(inputs, "quantized_linear");
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
+  std::vector<slipstream::QuantizedLayer> layers;
   shape.back() = 0;
-  for (const Given& layer : layers) {
+  for (const Given& layer : given) {
     check(inputs, layer, bits);
-    const Packed &packed = layer.packed, &first = layers[0].packed;
-    STD_TORCH_CHECK(packed.groups() == first.groups() && packed.group(bits) == first.group(bits) &&
-                        packed.zero() == first.zero() && packed.scale() == first.scale(),
+    layers.push_back({layer.packed.weights(bits), layer.bias ? layer.bias->data_ptr() : nullptr, layer.features});
+    const Weights &own = layers.back().weights, &first = layers[0].weights;
+    STD_TORCH_CHECK(own.groups == first.groups && own.group == first.group && own.zero == first.zero &&
+                        own.scale == first.scale,
                     "slipstream::quantized_linears: layers with different groups, scales or zeros");
     shape.back() += layer.features;
   }
   Tensor outputs = torch::stable::new_empty(inputs, shape);
-  if (inputs.scalar_type() == ScalarType::BFloat16)
-    run<BFloat16>(inputs, layers, bits, whole, outputs);
-  else if (inputs.scalar_type() == ScalarType::Float)
-    run<Float32>(inputs, layers, bits, whole, outputs);
-  else
-    STD_TORCH_CHECK(false, "slipstream::quantized_linear: float32 or bfloat16");
+  const int64_t width = inputs.size(inputs.dim() - 1), rows = inputs.numel() / std::max<int64_t>(1, width);
+  if (!whole) {
+    slipstream::multiply(number, inputs.data_ptr(), rows, width, layers, outputs.data_ptr());
+    return outputs;
+  }
+  Inputs rounded;
+  rounded.take(number, inputs.data_ptr(), rows, width, layers[0].weights.groups, layers[0].weights.group);
+  slipstream::multiply(rounded, layers, number, outputs.data_ptr());
   return outputs;
 }
 
@@ -468,16 +492,9 @@ Tensor quantized_rows(Tensor features, Tensor codes, Tensor scales, std::optiona
                   "slipstream::quantized_rows: numbers of features are int64, and rows have ", width, " inputs");
   Tensor outputs = torch::stable::new_empty(scales, {count, width}, ScalarType::Float);
   const int64_t* wanted = static_cast<const int64_t*>(features.data_ptr());
-  float* to = static_cast<float*>(outputs.data_ptr());
   for (int64_t i = 0; i < count; ++i)
     STD_TORCH_CHECK(wanted[i] >= 0 && wanted[i] < most, "slipstream::quantized_rows: there is no feature ", wanted[i]);
-  const Weights weights = packed.weights();
-  with_form(bits, packed, [&](auto form) {
-    slipstream::parallel_for(0, count, std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width)),
-                             [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) write_row<decltype(form)>(weights, group, wanted[i], width, to + i * width);
-    });
-  });
+  slipstream::read_rows(packed.weights(bits), wanted, count, width, static_cast<float*>(outputs.data_ptr()));
   return outputs;
 }
 

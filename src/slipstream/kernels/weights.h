@@ -17,14 +17,12 @@
 
 namespace {
 
+using slipstream::Scale;
+using slipstream::Weights;
+using slipstream::Zero;
+
 constexpr int QUAD = 4;          // inputs that one instruction multiplies
 constexpr int MOST_GROUP = 256;  // inputs that share a scale
-
-// Which code stands for the weight 0, or which weight the code 0 stands for.
-enum class Zero { MIDDLE, CODE, OFFSET };
-
-// How the scales of groups, and their offsets, are stored.
-enum class Scale { BFLOAT16, FLOAT16, STEPS };
 
 template <int BITS_, Zero ZERO_, Scale SCALE_>
 struct Form {
@@ -35,15 +33,6 @@ struct Form {
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t Signed __attribute__((vector_size(LANES)));
-
-struct Weights {
-  const uint8_t* codes;
-  const uint16_t* scales;
-  const void* zeros;    // bytes, or float16; or null
-  const int8_t* steps;  // or null
-  int64_t groups, blocks;
-  int shift;  // a block has 1 << shift groups
-};
 
 // The numbers of a panel's features for a group.
 template <class Form>
@@ -91,8 +80,9 @@ struct Numbers {
 
 // Writes the first `width` weights of a feature.
 template <class Form>
-void write_row(const Weights& weights, int64_t group, int64_t feature, int64_t width, float* to) {
+void write_row(const Weights& weights, int64_t feature, int64_t width, float* to) {
   constexpr int64_t STEP = QUAD * 8 / Form::BITS;
+  const int64_t group = weights.group;
   const int64_t panel = feature / PANEL, lane = feature % PANEL, part = lane / LANES;
   const uint8_t* codes = weights.codes + (panel * weights.groups * group / STEP * PANEL + lane) * QUAD;
   for (int64_t first = 0; first < width; first += group) {
@@ -123,13 +113,13 @@ struct Packed {
     return steps ? Scale::STEPS : scales.scalar_type() == ScalarType::Half ? Scale::FLOAT16 : Scale::BFLOAT16;
   }
 
-  Weights weights() const {
+  Weights weights(int64_t bits) const {
     const int64_t blocks = scales.size(1);
     int shift = 0;
     while (blocks << shift < groups()) ++shift;
     return {static_cast<const uint8_t*>(codes.data_ptr()), static_cast<const uint16_t*>(scales.data_ptr()),
             zeros ? zeros->data_ptr() : nullptr, steps ? static_cast<const int8_t*>(steps->data_ptr()) : nullptr,
-            groups(), blocks, shift};
+            group(bits), groups(), blocks, static_cast<int>(bits), shift, zero(), scale()};
   }
 
   void check(int64_t features, int64_t bits) const {
@@ -149,7 +139,7 @@ struct Packed {
                                steps->size(2) == (zeros ? 2 : 1) && steps->size(3) == PANEL &&
                                steps->scalar_type() == ScalarType::Char),
                     "slipstream::quantized_linear: the steps do not fit the scales");
-    const Weights all = weights();
+    const Weights all = weights(bits);
     const int64_t step = QUAD * 8 / bits, inputs = codes.size(1) * step;
     STD_TORCH_CHECK(all.blocks << all.shift == groups() && group(bits) * groups() == inputs && group(bits) % step == 0 &&
                         group(bits) <= MOST_GROUP,
@@ -161,17 +151,17 @@ struct Packed {
 
 // Calls `run` with the form of a weight.
 template <class Run>
-void with_form(int64_t bits, const Packed& packed, const Run& run) {
+void with_form(const Weights& weights, const Run& run) {
   const auto with = [&](auto zero, auto scale) {
     constexpr Zero ZERO = decltype(zero)::value;
     constexpr Scale SCALE = decltype(scale)::value;
-    bits == 8 ? run(Form<8, ZERO, SCALE>()) : run(Form<4, ZERO, SCALE>());
+    weights.bits == 8 ? run(Form<8, ZERO, SCALE>()) : run(Form<4, ZERO, SCALE>());
   };
   using Middle = std::integral_constant<Zero, Zero::MIDDLE>;
   using Code = std::integral_constant<Zero, Zero::CODE>;
   using Offset = std::integral_constant<Zero, Zero::OFFSET>;
-  const Zero zero = packed.zero();
-  switch (packed.scale()) {
+  const Zero zero = weights.zero;
+  switch (weights.scale) {
     case Scale::BFLOAT16: {
       constexpr std::integral_constant<Scale, Scale::BFLOAT16> scale;
       return zero == Zero::MIDDLE ? with(Middle(), scale) : with(Code(), scale);

@@ -1,0 +1,93 @@
+// Products and attention over plain memory, as kernels call them from each other; torch's tensors come and go in the
+// operators at the end of cpu.cpp, quantized.cpp and attention.cpp.
+//
+// Every function divides its work among torch's threads; within a parallel loop it runs on the calling thread.
+
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace slipstream {
+
+// The type of inputs, outputs and biases, and of weights that are not quantized.
+enum class Number { FLOAT32, BFLOAT16 };
+
+// ---- weights in float32 or bfloat16 (cpu.cpp) -----------------------------------------------------------------------
+
+struct PanelLayer {
+  const void* weight;  // in panels
+  const void* bias;    // (features) or null
+  int64_t features;
+};
+
+// Inputs (rows, width) and layers that read them -> outputs (rows, features of all), one layer's behind the other's.
+void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const PanelLayer> layers,
+              void* outputs);
+
+// ---- quantized weights (quantized.cpp; the layout is in weights.h) --------------------------------------------------
+
+// Which code stands for the weight 0, or which weight the code 0 stands for.
+enum class Zero { MIDDLE, CODE, OFFSET };
+
+// How the scales of groups, and their offsets, are stored.
+enum class Scale { BFLOAT16, FLOAT16, STEPS };
+
+struct Weights {
+  const uint8_t* codes;
+  const uint16_t* scales;
+  const void* zeros;    // bytes, or float16; or null
+  const int8_t* steps;  // or null
+  int64_t group, groups, blocks;
+  int bits, shift;  // a block has 1 << shift groups
+  Zero zero;
+  Scale scale;
+};
+
+struct QuantizedLayer {
+  Weights weights;
+  const void* bias;  // (features) or null
+  int64_t features;
+};
+
+// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group. Rows of codes
+// are `apart`, so that they do not push each other out of the cache. Memory is kept when others are taken.
+struct WholeInputs {
+  int64_t rows = 0, groups = 0, group = 0, apart = 0;
+  std::vector<int8_t> codes;
+  std::vector<float> scales;
+  std::vector<int32_t> sums;
+
+  // Takes inputs (rows, width), where the last group may end behind the width.
+  void take(Number number, const void* inputs, int64_t rows, int64_t width, int64_t groups, int64_t group);
+};
+
+// Whole inputs and layers with weights of one form and as many groups -> outputs (rows, features of all).
+void multiply(const WholeInputs& inputs, std::span<const QuantizedLayer> layers, Number number, void* outputs);
+
+// The same for inputs (rows, width) as they are.
+void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const QuantizedLayer> layers,
+              void* outputs);
+
+// The weights (count, width) of some features in float32, as embeddings are read.
+void read_rows(const Weights& weights, const int64_t* features, int64_t count, int64_t width, float* outputs);
+
+// ---- attention (attention.cpp) --------------------------------------------------------------------------------------
+
+// Steps between rows, heads and tokens (or slots) of a tensor; 0 where one is the same for all.
+struct Steps {
+  int64_t row, head, token;
+};
+
+struct Attended {
+  const void *queries, *keys, *values, *mask;  // the mask is added to scaled products; null: all slots are seen
+  void* outputs;                               // (rows, tokens, heads, width)
+  Steps query, key, value, masked;
+  int64_t rows, heads, groups, tokens, slots, width;  // `groups`: query heads for one head of keys
+  float scale;
+};
+
+void attend(Number number, const Attended& work);
+
+}  // namespace slipstream
