@@ -146,7 +146,6 @@ ALIASES |= {"min-tokens": "min-new-tokens", "stop-token-id": "stop-token-ids"}
 
 
 def _normalize(name: str) -> str:
-    """Return our name of an option: underscores become dashes, and names of other engines are translated."""
     name = name.replace("_", "-")
     return ALIASES.get(name, name)
 
@@ -191,7 +190,6 @@ def say(text: str) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """Return the message of an error; for errors of the system, the file and the reason without the number."""
     if not isinstance(error, OSError) or isinstance(error, WriteError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {reason(error)}." if error.filename else f"{reason(error)}."

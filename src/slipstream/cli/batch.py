@@ -162,7 +162,6 @@ class BatchCounts:
 
 
 def _recipe(context: typer.Context) -> Recipe:
-    """Return the recipe of the application that answers the batch."""
     from slipstream.engine.worker import Capacity
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Limits, ServeSettings
@@ -177,7 +176,6 @@ def _recipe(context: typer.Context) -> Recipe:
 
 
 def _defaults(context: typer.Context) -> LineDefaults:
-    """Return the request fields that the options set, for lines without them. Raises ValueError for bad values."""
     from slipstream.serve.batch.lines import LineDefaults
 
     params, written = context.params, written_parameters(context)
@@ -208,7 +206,6 @@ def _facts(
 
 
 def _check_out(file: str, out: str, force: bool) -> None:
-    """Raise ValueError, before anything is loaded, if the file of answers cannot be written."""
     from slipstream.serve.batch.journal import ENDING, MARK
 
     if out == "-":
@@ -223,7 +220,6 @@ def _check_out(file: str, out: str, force: bool) -> None:
 
 
 def _sink(out: str, facts: dict[str, str], lines: list[BatchLine], force: bool) -> Any:
-    """Return the destination of the answers: standard output, or a journal next to the file `out`."""
     from slipstream.serve.batch.journal import Journal, Printed
 
     if out == "-":
@@ -235,10 +231,6 @@ def _sink(out: str, facts: dict[str, str], lines: list[BatchLine], force: bool) 
 
 
 def _place(params: dict[str, Any], lines: list[BatchLine]) -> Local | Direct | BatchCluster:
-    """Return where the models run: this process or a Ray cluster.
-
-    Raises ValueError for Ray's options without --ray, and for what needs libraries of the server that are missing.
-    """
     from slipstream.serve.batch.direct import Direct, beyond
 
     if params["ray"]:
@@ -263,7 +255,6 @@ def _place(params: dict[str, Any], lines: list[BatchLine]) -> Local | Direct | B
 def _run(
     place: Local | Direct | BatchCluster, recipe: Recipe, lines: list[BatchLine], sink: Any, tally: BatchCounts
 ) -> int:
-    """Answer the lines, with a progress bar on a terminal -> the exit code."""
     if tally.done == tally.prompts:
         sink.finish()
         return 0

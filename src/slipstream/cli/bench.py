@@ -134,7 +134,6 @@ def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]
 
 
 def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
-    """Print the report, draw it, and exit with INTERRUPTED if it was interrupted."""
     from slipstream.bench.plot import plot
 
     if as_json:
@@ -150,7 +149,6 @@ def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
 
 
 def _prompts(file: str | None, most: int | None) -> list[Any]:
-    """Return the prompts of the file, or the built-in ones. Raises ValueError if one cannot be read."""
     from slipstream.bench import PROMPTS
 
     items = usable(gather([], file, chat=False)[:most]) if file else []
@@ -171,7 +169,6 @@ LEGEND = (
 
 
 def _show(report: BenchReport, screen: Console) -> None:
-    """Print two tables per batch and temperature, of speeds and of rounds, and the machine they were measured on."""
     name = row_names(report.rows)
     tokens = f"{'' if report.settings.ignore_eos else 'at most '}{report.settings.max_new_tokens} new tokens"
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
@@ -190,7 +187,6 @@ def _show(report: BenchReport, screen: Console) -> None:
 
 
 def _warnings(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences on facts of the machine that make the figures unreliable."""
     load = (facts["load_average"] or [0])[0] / (facts["cores"] or 1)
     if load > 0.5:
         yield f"The machine was busy before (load {load:.1f} per core): the figures mean little."
@@ -199,7 +195,6 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
-    """Make a table of cells by row name; `names` are the heads of its columns."""
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column(no_wrap=True)
     for name in names:
@@ -227,7 +222,6 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _speed(row: Result) -> list[str]:
-    """Return the cells of a contender in the table of speeds."""
     speed = row.tokens_per_second
     ratios = [_number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
     same = ["-" if same is None else str(same) for same in (row.matches_plain, row.matches_transformers)]
@@ -236,7 +230,6 @@ def _speed(row: Result) -> list[str]:
 
 
 def _round(row: Result) -> list[str]:
-    """Return the cells of a contender in the table of rounds."""
     figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
     if row.milliseconds is None:
         return [*figures, _number((row.milliseconds_per_call or {}).get("median"), 1), "-"]

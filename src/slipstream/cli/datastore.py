@@ -120,7 +120,6 @@ def _encoded(documents: Iterator[tuple[str, Document]], tokenizer: Any, status: 
 
 
 def _show(folder: str, as_json: bool) -> None:
-    """Print the contents of a datastore's folder, as lines or one JSON object. Raises ValueError for others."""
     from slipstream.drafters.datastore.corpus import Corpus
     from slipstream.drafters.datastore.drafter import CORPUS, MEMORY
     from slipstream.drafters.datastore.memory import read_totals

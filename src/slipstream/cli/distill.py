@@ -180,7 +180,6 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
 
 
 def _documents(engine: Engine, data: Sequence[str], field: str | None) -> Divided:
-    """Read the documents as token ids, each after the EOS token if there is one, and divide them."""
     from slipstream.text.documents import read
     from slipstream.training.material import divide
 
@@ -224,7 +223,6 @@ def _student(
 
 
 def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
-    """Return the untrained drafts to choose from, by their sizes as text, or the draft to improve, by its name."""
     from slipstream.models.loading.load import EMBEDDED, load_model
     from slipstream.plan.sizes import SHARES
     from slipstream.training.material import target_of
@@ -243,7 +241,6 @@ def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
 
 
 def _material(engine: Engine, divided: Divided, settings: DistillSettings, write: int, folder: Path) -> Material:
-    """Return the training material, after letting the target write its part of it."""
     from slipstream.training.material import SEQUENCE, Amount, gather
 
     read = round(settings.steps * settings.rows * settings.length * (1 - settings.written))
@@ -253,7 +250,6 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 
 
 def _train(distiller: Distiller) -> None:
-    """Train with a progress bar, and write a line for every measurement."""
     from slipstream.training.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -268,7 +264,6 @@ def _train(distiller: Distiller) -> None:
 
 
 def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _Aim, chosen: Candidate) -> Distilled:
-    """Return the description of the trained draft that is saved with it."""
     from slipstream.training.saving import Distilled
 
     done, material = distiller.progress, distiller.material
@@ -293,7 +288,6 @@ def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _
 
 
 def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
-    """Return a line for every size, with its costs and its predicted acceptance and speed-up."""
     lines = []
     for one in candidates:
         costs = f"{one.share:.1%} of the target, a drafting step costs {one.costs.c:.3f} of its steps"
@@ -304,7 +298,6 @@ def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list
 
 
 def _measurement_line(measurement: Measurement, total: int) -> str:
-    """Return one measurement as a line of text."""
     parts = list[str]()
     columns = zip((0, 1), measurement.alpha, measurement.kept, measurement.gammas, measurement.gains, strict=True)
     for temperature, alpha, shares, gamma, gain in columns:
@@ -314,7 +307,6 @@ def _measurement_line(measurement: Measurement, total: int) -> str:
 
 
 def _summary(out: Path, about: Distilled) -> str:
-    """Return a summary of the trained draft in a few lines."""
     return "\n".join(
         [
             f"{out}: {about.parameters:,} parameters ({about.size}), {about.steps} steps, {about.tokens:,} tokens",

@@ -64,7 +64,6 @@ def offered(
 
 
 def _lines(offers: Sequence[Offer]) -> str:
-    """Return the offers as lines of text: drafts that were tried, then those that need a name or a file."""
     width = max(len(offer.draft) for offer in offers)
     tried = [
         f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}"

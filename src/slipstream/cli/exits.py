@@ -81,7 +81,6 @@ def exits(
 
 
 def _table(search: LayerSearch) -> str:
-    """Return a table of every choice, and the recommended options."""
     shown = search.as_dict()
     rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]
     for trial in shown["trials"]:

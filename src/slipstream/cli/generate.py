@@ -108,7 +108,6 @@ def generate(
 
 
 def _answer(work: Work, params: dict[str, Any]) -> int:
-    """Generate for all prompts, and print the results -> the exit code."""
     for item in work.items:
         if item.error:
             say(f"{item.where}: {item.error}")
@@ -131,10 +130,6 @@ def _models(context: typer.Context) -> ModelOptions:
 
 
 def _encoded(engine: Engine, item: Item) -> Item:
-    """Return the item with its prompt as token ids, or with an error if the target cannot take it.
-
-    Prompts with images or sounds are checked and left unchanged.
-    """
     if item.error:
         return item
     from slipstream.engine.requests import modalities, read_prompt
@@ -205,7 +200,6 @@ def _show_stream(work: Work) -> int:
 
 
 def _show_rounds(work: Work) -> int:
-    """Print the explanation of every round."""
     if not work.good:
         return 0
     explanation = Explanation(work.engine.decode, console(), [item.where for item in work.good])
@@ -216,7 +210,6 @@ def _show_rounds(work: Work) -> int:
 
 
 def _show_json(work: Work) -> int:
-    """Print a JSON object per prompt, as each finishes; at an interrupt, the rest too."""
     out = Answers(sys.stdout)
     for index, item in enumerate(work.items):
         if item.error:
@@ -236,7 +229,6 @@ def _show_json(work: Work) -> int:
 
 
 def _check_output(params: dict[str, Any]) -> None:
-    """Raises ValueError for options of the output that do not go together, before anything is loaded."""
     shown = {flag(name): params[name] for name in ("stream", "explain")}
     _one_at_most({**shown, "--json": params["as_json"]})
     _one_at_most({"--num-beams": (params["num_beams"] or 1) > 1, **shown})
@@ -255,7 +247,6 @@ def _begin(work: Work, item: Item) -> None:
 
 
 def _summarize(completions: Sequence[Completion]) -> None:
-    """Print a line of figures to stderr if it is a terminal."""
     screen = console(stderr=True)
     if not screen.is_terminal or not completions:
         return

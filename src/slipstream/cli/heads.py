@@ -127,7 +127,6 @@ def read_texts(paths: Sequence[Path], skipped: list[Path]) -> list[str]:
 
 
 def _text(file: Path) -> str | None:
-    """Return a file's text; None for a file that is not UTF-8. Raises OSError if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -138,7 +138,6 @@ def _bar() -> Progress:
 
 
 def _facts(file: str, model: Any) -> dict[str, Any]:
-    """Return the figures of an n-gram model for a report."""
     grams = [model.vocab, *(len(table.tokens) for table in model.tables)]
     return {
         "file": file,
@@ -150,7 +149,6 @@ def _facts(file: str, model: Any) -> dict[str, Any]:
 
 
 def _tell(facts: dict[str, Any], as_json: bool) -> None:
-    """Print the figures of an n-gram model, as text or as JSON."""
     if as_json:
         print(json_text(facts))
         return

@@ -151,7 +151,6 @@ def _answered_at_once(context: typer.Context) -> bool:
 
 
 def _check_outputs(params: dict[str, Any]) -> None:
-    """Raise ValueError, before anything is measured, for outputs that could not be written afterwards."""
     from slipstream.plan.exports import check_export
 
     for engine in params["export"] or ():
@@ -166,7 +165,6 @@ def _check_outputs(params: dict[str, Any]) -> None:
 
 
 def _settings(params: dict[str, Any]) -> Any:
-    """Return the plan's settings, checked before anything is loaded."""
     from slipstream.decoding.sampling import Sampling
     from slipstream.plan.planner import PlanSettings
 
@@ -213,7 +211,6 @@ def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -
 
 
 def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> PlanReport:
-    """Measure and predict with a progress bar -> the report. Ends the command at Ctrl-C."""
     from slipstream.plan.planner import make
 
     try:
@@ -225,7 +222,6 @@ def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any]
 
 
 def _write(made: Plan, report: PlanReport, save: str | None, plot: str | None) -> None:
-    """Save the plan and the plot, if files are given for them."""
     if save:
         made.save(save)
     if plot:
@@ -235,7 +231,6 @@ def _write(made: Plan, report: PlanReport, save: str | None, plot: str | None) -
 
 
 def _export(made: Plan, engines: Sequence[str]) -> None:
-    """Print the plan for other engines."""
     from slipstream.plan.exports import export
 
     for engine in engines:
@@ -243,7 +238,6 @@ def _export(made: Plan, engines: Sequence[str]) -> None:
 
 
 def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
-    """Print a saved plan, or export it."""
     if as_json:
         print(json_text(made.as_dict(), ensure_ascii=False))
     elif not engines:
@@ -266,7 +260,6 @@ LEGEND = (
 
 
 def _show(report: PlanReport, screen: Console) -> None:
-    """Print a table per number of rows and draft, the choice, its verification, and the machine it was measured on."""
     settings, (least, longest) = report.settings, report.prompt_tokens
     for rows, by_draft in report.outlooks.items():
         for name, outlook in by_draft.items():
@@ -288,7 +281,6 @@ def _show(report: PlanReport, screen: Console) -> None:
 
 
 def _show_outlook(outlook: Outlook, screen: Console) -> None:
-    """Print the acceptance of a draft and a table of its predictions by gamma."""
     from slipstream.plan.predict import spread
 
     _, low, high = spread(outlook.alphas).values()
@@ -306,7 +298,6 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
 
 
 def _show_memory(report: PlanReport, screen: Console) -> None:
-    """Print the memory that target and draft take: weights and KV cache."""
     table = plan_table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
         table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
@@ -324,7 +315,6 @@ def _show_distance(report: PlanReport, rows: int, screen: Console) -> None:
 
 
 def _choice(report: PlanReport, rows: int, gamma: int) -> str:
-    """Return the plan for this number of rows, in a sentence."""
     outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
     best = outlook.best
     range_ = f"{best.factor:.2f} x plain ({best.low:.2f}-{best.high:.2f})"
@@ -336,7 +326,6 @@ def _choice(report: PlanReport, rows: int, gamma: int) -> str:
 
 
 def _outcome(each: MeasuredComparison) -> str:
-    """Return a sentence on predicted and measured speed, with the likely reason if they differ."""
     low, high = min(each.factors), max(each.factors)
     text = (
         f"measured with gamma {each.gamma}: {each.factor:.2f} x plain ({low:.2f}-{high:.2f}), {each.difference:+.1%} "

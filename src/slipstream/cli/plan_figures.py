@@ -60,7 +60,6 @@ def from_figures(params: dict[str, Any]) -> None:
 
 
 def _show(figures: Figures, curved: bool, step: float | None, screen: Console) -> None:
-    """Print a table by gamma, the best gamma, and how far a draft on another machine may be."""
     table = plan_table("gamma", "tokens per call", "x plain", "operations x plain")
     for line in figures.lines:
         mark = "*" if line.gamma == figures.best.gamma else " "

@@ -88,7 +88,6 @@ def _as_dict(by_replicas: dict[int, dict[str, Service]], price: float | None, ro
 
 
 def _show(by_replicas: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> None:
-    """Print a table with a row per fleet, and what its columns mean."""
     screen, table = console(), Table(box=None, pad_edge=False, header_style="")
     heads = ("replicas", "decoding", "busy", "tokens/s", "first p50", "p99", "gap p99", "behind")
     for number, name in enumerate((*heads, *(() if price is None else ("cost/M",)))):

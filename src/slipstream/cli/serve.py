@@ -144,7 +144,6 @@ def serve(
 
 
 def _recipe(context: typer.Context) -> Recipe:
-    """Return the recipe from which the server is built. Raises ValueError for impossible options."""
     from slipstream.engine.worker import Capacity
     from slipstream.serve.hosts import Hosts
     from slipstream.serve.recipe import Recipe
@@ -181,7 +180,6 @@ def read_template(file: Path | None) -> str | None:
 
 
 def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
-    """Serve with replicas on a Ray cluster -> the exit code."""
     if params["access_log"]:
         raise ValueError("--access-log is one server's: replicas leave it to Ray's logs.")
     if not find_spec("ray"):

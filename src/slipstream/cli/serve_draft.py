@@ -79,7 +79,6 @@ def _place(listener: Any) -> str:
 
 
 def _say_ready(draft: str, url: str, as_json: bool) -> None:
-    """Say that the server is ready: on standard output as JSON, or as a line on stderr."""
     if as_json:
         print(json_text({"draft": draft, "url": url}), flush=True)
     else:

@@ -75,7 +75,6 @@ def transcribe(
 
 
 def _printed(transcript: Transcript, sound: Path, form: TranscriptFormat) -> str:
-    """Return a transcript in the requested format."""
     if form is TranscriptFormat.SRT:
         return transcript.srt().rstrip("\n") + "\n"
     if form is TranscriptFormat.VTT:

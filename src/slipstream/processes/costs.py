@@ -63,7 +63,6 @@ def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: i
 
 
 def _seconds(kernel: Kernel, states: Tensor, repeats: int) -> float:
-    """Return the median seconds of a call of f or f' at these states, with its draw."""
     times, seconds = torch.zeros(len(states), dtype=torch.long), list[float]()
     numbers = Numbers.of(0, Purpose.DRAFT, times, times, times)
     kernel(states, times)  # the first call may compile or allocate for later ones

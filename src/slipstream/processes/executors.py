@@ -28,7 +28,6 @@ class Pooled:
         whole_number("workers", self.workers, 1)
 
     def __call__(self, states: Tensor, times: Tensor) -> Laws:
-        """Return the laws of all states, in their order. Raises what f raises."""
         parts = min(self.workers, len(states))
         laws = list(self.pool.map(self.kernel, states.tensor_split(parts), times.tensor_split(parts)))
         return laws[0].join(laws[1:])

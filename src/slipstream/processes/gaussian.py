@@ -89,7 +89,6 @@ class Gaussian:
 
 
 def _check_same(p: Gaussian, q: Gaussian) -> None:
-    """Raise ValueError unless two laws have the same scale."""
     if p.scale is not q.scale and not torch.equal(torch.as_tensor(p.scale), torch.as_tensor(q.scale)):
         raise ValueError(
             f"Gaussians of scale {p.scale} and {q.scale} cannot be reflected into each other: give target and draft "

@@ -98,7 +98,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Answer 400 with the most telling error of a body and the path of its field."""
     assert isinstance(error, RequestValidationError)
     message, field = complaint(error.errors(), error.body)
     return _answer(request, 400, error_body(message, "invalid_request_error", field))
@@ -115,7 +114,6 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """Answer 500 with the kind of the error, and print its traceback on standard error for the operator."""
     traceback.print_exception(error, file=sys.stderr)
     message = f"the server failed: {type(error).__name__}."
     return _answer(request, 500, error_body(message, "server_error"))

@@ -53,7 +53,6 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
 
 
 def _failing_fast(schema: Any) -> Any:
-    """Set `fail_fast` in all lists and dicts of a schema."""
     if isinstance(schema, dict):
         fast = {"fail_fast": True} if schema.get("type") in ("list", "dict") else {}
         return {name: _failing_fast(part) for name, part in schema.items()} | fast
@@ -117,7 +116,6 @@ def ignored(body: Any, path: str = "") -> Iterator[str]:
 
 @cache
 def _names(model: type[Body]) -> set[str]:
-    """Return the names of a model's own fields, as clients write them."""
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
@@ -186,7 +184,6 @@ def _own(error: Any) -> FieldError | None:
 
 
 def _said(error: Any) -> str:
-    """Return what is wrong with a field."""
     if (own := _own(error)) is not None:
         return str(own)
     if error["type"].startswith("union_tag"):

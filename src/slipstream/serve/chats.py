@@ -52,13 +52,11 @@ async def chat_of(body: ChatRequest, tools: Tools, request: Request, field: str 
 
 
 def _messages(body: ChatRequest, state: ServerState) -> list[dict[str, Any]]:
-    """Return the messages of a chat, with their images and sounds opened."""
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
     return with_open_media(messages, state)
 
 
 def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:
-    """Return the engine's options for a chat. Raises BadRequest for fields that do not go together."""
     options = engine_options(body, state.settings, tenant)
     options.setdefault("max_new_tokens", state.longest)
     if body.top_logprobs and not body.logprobs:

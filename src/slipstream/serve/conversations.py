@@ -65,7 +65,6 @@ class Conversations:
             self._total -= self._kept.popitem(last=False)[1].size
 
     def _looked_up(self, items: Sequence[Kept | InputReference], tenant: str) -> list[Kept]:
-        """Return items with the kept ones in place of references."""
         return [self._item(each.id, tenant) if isinstance(each, InputReference) else each for each in items]
 
     def _item(self, name: str, tenant: str) -> Kept:

@@ -18,7 +18,6 @@ class Explainer:
     wanted: bool
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Explained] | None:
-        """Return the tokens of pieces, with their sources; None if not `wanted`."""
         if not self.wanted:
             return None
         return [

@@ -79,7 +79,6 @@ class _Within(HTTPRedirectHandler):
 
 
 def _read(response: Any, most: int, until: float) -> bytes:
-    """Read an answer of at most `most` bytes, until the time `until`. Raises ValueError beyond either."""
     content = bytearray()
     while piece := response.read1(PIECE):
         content += piece

@@ -66,7 +66,6 @@ class Gate:
         self.app, self.settings, self.log = app, settings, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -111,7 +110,6 @@ class Gate:
             self.log.write(**times, **about, tenant=state.get("tenant", ""), **details)
 
     def _tenant(self, path: str, headers: Headers) -> str:
-        """Return the tenant whose key a request has; "" where no key is needed. Raises WrongKey."""
         if not self.settings.keys or path in OPEN:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -150,6 +148,5 @@ async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -
 
 
 def _request_id(client_id: str | None) -> str:
-    """Return the client's own id if it is printable ASCII of at most 128 characters, else a new one."""
     plain = client_id is not None and 0 < len(client_id) <= 128 and client_id.isascii() and client_id.isprintable()
     return client_id if client_id is not None and plain else new_id()

@@ -42,7 +42,6 @@ def _made(field: str, make: Callable[[Grammars], Grammar], state: ServerState) -
 
 
 def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
-    """Make the grammar of a `response_format`."""
     if form.type == "json_object":
         return grammars.json_object()
     if form.json_schema is None or form.json_schema.schema_ is None:
@@ -51,7 +50,6 @@ def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
 
 
 def _by_outputs(outputs: StructuredOutputs, grammars: Grammars) -> Grammar:
-    """Make the grammar of `structured_outputs`. Raises ValueError unless exactly one form is given."""
     forms = {name: value for name, value in vars(outputs).items() if value is not None}
     if len(forms) != 1:
         raise ValueError(f"structured_outputs has {len(forms)} forms: give one of json, regex, choice and grammar.")

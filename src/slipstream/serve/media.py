@@ -38,7 +38,6 @@ def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> l
 
 
 def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    """Return a message with the images and sounds in its content opened."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -46,7 +45,6 @@ def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
 
 
 def _part(part: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    """Return a part of a message, opened if it is an image or a sound."""
     modality = part_modality(part)
     if modality is None:
         return part
@@ -63,7 +61,6 @@ def _sound(data: bytes, state: ServerState) -> Any:
 
 
 def _image(url: str, state: ServerState) -> Any:
-    """Open an image from a `data:` URL or an allowed host. Raises ValueError for any other."""
     settings = state.settings
     if url.startswith("data:"):
         content = data_url(url, "an image of messages")

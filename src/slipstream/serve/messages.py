@@ -191,7 +191,6 @@ class MessagesRequest(CountRequest):
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """Return the messages of a chat for a turn: its results of tools first, then what was said, thought and called."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [

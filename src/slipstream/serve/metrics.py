@@ -139,7 +139,6 @@ class _ByLabel(dict[str, Counter]):
         self.family, self.model = family, model
 
     def __missing__(self, label: str) -> Counter:
-        """Make the counter of a new value."""
         counter = self[label] = self.family.labels(self.model, label)
         return counter
 

@@ -65,7 +65,6 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 
 def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:
-    """Return the options for the rule and the gamma of a request."""
     chosen = speculation(body)
     options: dict[str, Any] = {"lossless": settings.lossless or bool(chosen.lossless)}
     if chosen.draft is not None and chosen.draft != settings.draft:

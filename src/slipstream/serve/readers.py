@@ -61,7 +61,6 @@ class ManyCalls:
         return [answers.Delta(tool_calls=calls)] if calls else []
 
     def _next(self) -> dict[str, Any] | None:
-        """Take the next complete call from the text read so far; None if there is none."""
         rest = self._text.lstrip(" \t\r\n[,")
         try:
             call, end = json.JSONDecoder().raw_decode(rest)

@@ -64,7 +64,6 @@ class AnswerForm:
 
 
 def _of_family(model: PreTrainedModel, tokenizer: Any) -> Any:
-    """Return the form that transformers keeps for the model's family; None if it keeps none."""
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:  # without the packages of its server
@@ -80,7 +79,6 @@ def _listed(found: Any) -> list[Any]:
 
 
 def _call(found: Any) -> tuple[str, str]:
-    """Return the name and the arguments of a call. Raises ValueError unless these are a name and an object."""
     function = found.get("function") if isinstance(found, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("this is no call: it has no name.")
@@ -93,6 +91,5 @@ def _call(found: Any) -> tuple[str, str]:
 
 
 def _between_tags(region: str, field: Any) -> bool:
-    """Return whether there is more than white space between the tags of a region."""
     body = field.close_re.sub("", field.open_re.sub("", region, count=1), count=1)
     return bool(re.sub(field.content_args["tag_pattern"], "", body, flags=re.DOTALL).strip())

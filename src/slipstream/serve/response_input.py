@@ -48,7 +48,6 @@ def _dumped(body: Any, *without: str) -> dict[str, Any]:
 
 
 def _format(form: TextFormat) -> dict[str, Any]:
-    """Return the format of a text as the `response_format` of a chat."""
     schema = {"name": form.name or "answer", "schema": form.schema_}
     return {"type": form.type, "json_schema": None if form.schema_ is None else schema}
 
@@ -57,7 +56,6 @@ def _format(form: TextFormat) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Kept]) -> list[dict[str, Any]]:
-    """Return the messages that items make: reasoning, text and calls that follow each other are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         part = _message(item)
@@ -75,7 +73,6 @@ def _joins(part: dict[str, Any], last: dict[str, Any]) -> bool:
 
 
 def _message(item: Kept) -> dict[str, Any]:
-    """Return the message, or the part of one, that an item is."""
     if isinstance(item, InputMessage):
         return {"role": item.role, "content": _content(item.content)}
     if isinstance(item, InputResult):
@@ -88,7 +85,6 @@ def _message(item: Kept) -> dict[str, Any]:
 
 
 def _content(content: Content) -> str | list[dict[str, Any]]:
-    """Return the content of an item as that of a message."""
     if isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []

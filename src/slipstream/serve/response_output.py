@@ -57,7 +57,6 @@ class ResponseOutput:
         return {item.id: _as_input(item) for item in self.items}
 
     def _begin(self, item: OutputItem) -> Iterator[Told]:
-        """Open an item, after the one before it."""
         yield from self._close("completed")
         self._open = item
         self.items.append(item)
@@ -67,7 +66,6 @@ class ResponseOutput:
             yield "content_part.added", {**self._place, "content_index": 0, "part": item.content[0].model_copy()}
 
     def _write(self, text: str) -> Iterator[Told]:
-        """Add text to the open item."""
         item = self._open
         if isinstance(item, OutputCall):
             item.arguments += text
@@ -79,7 +77,6 @@ class ResponseOutput:
             yield f"{part.type}.delta", {**self._place, **_of_text(part), "delta": text}
 
     def _close(self, status: str) -> Iterator[Told]:
-        """End the open item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -100,12 +97,10 @@ class ResponseOutput:
 
 
 def _of_text(part: OutputText | ReasoningText) -> dict[str, Any]:
-    """Return the fields that events about a text have besides those of its item."""
     return {"content_index": 0, **({"logprobs": []} if isinstance(part, OutputText) else {})}
 
 
 def _as_input(item: OutputItem) -> Kept:
-    """Return an item of the output as one of an input."""
     if isinstance(item, OutputCall):
         return InputCall(type="function_call", call_id=item.call_id, name=item.name, arguments=item.arguments)
     text = item.content[0].text

@@ -45,7 +45,6 @@ class EventStream(StreamingResponse):
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -69,7 +69,6 @@ def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
 
 
 def _folder(folder: Path, field: str | None, skipped: list[Path]) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of all files in a folder; files that are not text are added to `skipped`."""
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file():
@@ -110,7 +109,6 @@ def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
 
 
 def _arrays(path: Path) -> Iterator[tuple[str, Document]]:
-    """Yield the rows of a .npy file of token ids."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -122,7 +120,6 @@ def _arrays(path: Path) -> Iterator[tuple[str, Document]]:
 
 
 def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
-    """Yield the documents of a JSON line."""
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -131,7 +128,6 @@ def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
 
 
 def _documents(record: Any, field: str | None, where: str) -> Iterator[Document]:
-    """Yield the documents of one record."""
     names = [field] if field else ["text", "tokens", "messages"]
     name = next((name for name in names if isinstance(record, dict) and name in record), None)
     if name is None:

@@ -16,7 +16,6 @@ def json_text(value: Any, **how: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with null in place of NaN and infinities."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

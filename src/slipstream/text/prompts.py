@@ -91,7 +91,6 @@ def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
 
 
 def _stdin() -> str:
-    """Read stdin as one text, without the line break at its end."""
     return _utf8(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
 
 
@@ -152,7 +151,6 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _from_json(line: bytes) -> Any:
-    """Return the prompt of a JSON line. Raises ValueError if there is none."""
     try:
         record = json.loads(_utf8(line))
     except json.JSONDecodeError as error:
@@ -169,7 +167,6 @@ def _from_json(line: bytes) -> Any:
 
 
 def _is_record(line: bytes) -> bool:
-    """Return whether a line is a JSON object that holds a prompt."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:

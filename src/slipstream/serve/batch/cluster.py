@@ -64,7 +64,6 @@ class BatchCluster:
         sink.finish()
 
     def _answers(self, recipe: Recipe, lines: Sequence[BatchLine]) -> Any:
-        """Yield the index and the answer of every line, as blocks of them come back."""
         import ray
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # the progress bar is ours
@@ -109,7 +108,6 @@ class BatchActor:
         self._asker = self._wait(self._open.enter_async_context(Asker.of(recipe.state())))
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """Return the answers to a block of lines, as JSON."""
         return {"index": rows["index"], "answer": self._wait(self._ask(rows["path"].tolist(), rows["body"].tolist()))}
 
     async def _ask(self, paths: Sequence[str], bodies: Sequence[str]) -> list[str]:
@@ -128,7 +126,6 @@ def _keep(
 
 
 def _cause(error: BaseException) -> str:
-    """Return the last line of the message of the first cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()

@@ -116,7 +116,6 @@ PLAIN, OPENAI = PlainForm(), OpenAIForm()
 
 
 def _sample(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a choice of /v1/completions or /v1/chat/completions."""
     message = choice.get("message") or {}
     text = choice["text"] if "text" in choice else message.get("content") or ""
     more = {name: part[name] for part in (message, choice) for name in UNCHANGED if part.get(name)}

@@ -133,7 +133,6 @@ class Journal:
         self._file.close()
 
     def _append(self, text: bytes) -> int:
-        """Write a line to the disk -> its offset."""
         begin = self._file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(text + b"\n")
@@ -167,7 +166,6 @@ class Journal:
             )
 
     def _read(self) -> int:
-        """Read the offsets of the answers -> the end of the last whole line."""
         offset = 0
         with open(self.path, "rb") as file:
             for place, line in enumerate(file):
@@ -184,7 +182,6 @@ class Journal:
         return offset
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        """Yield the record of every answer, in the order of the prompts."""
         with open(self.path, "rb") as file:
             for _, offset in sorted(self._offsets.items()):
                 file.seek(offset)
@@ -206,7 +203,6 @@ def write_table(path: Path, records: Iterator[dict[str, Any]], columns: Mapping[
 
 
 def _row(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a record as the row of a table; in columns of text other values are written as JSON."""
     row = {name: record.get(name) for name in columns}
     texts = {name: value for name, value in row.items() if columns[name] == "string" and value is not None}
     return row | {name: _sound(value if isinstance(value, str) else _text(value)) for name, value in texts.items()}
@@ -222,7 +218,6 @@ def _text(value: Any) -> str:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line; an empty one if it holds none."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -107,7 +107,6 @@ def fingerprint(values: Iterable[Any]) -> str:
 
 
 def _text_records(name: str) -> Iterator[dict[str, Any] | ValueError]:
-    """Yield the record of every line of a text file, or the error of a line that cannot be read."""
     data, name = read_unpacked(name)
     lines = [line for line in data.splitlines() if line.strip()]
     is_json = name.endswith((".jsonl", ".json", ".ndjson")) or bool(lines and lines[0].lstrip().startswith(b"{"))
@@ -123,7 +122,6 @@ def _decode(line: bytes) -> dict[str, Any] | ValueError:
 
 
 def _parse(line: bytes) -> dict[str, Any] | ValueError:
-    """Return the JSON object of a line, or an error."""
     try:
         record = json.loads(line, parse_constant=_refuse_constant)
     except _NoJson as error:
@@ -146,7 +144,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
-    """Yield the rows of a Parquet file, without fields that are null."""
     if not find_spec("pyarrow"):
         raise ValueError(f"{path}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
     from pyarrow import ArrowException
@@ -165,7 +162,6 @@ def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> BatchLine:
-    """Make a line of a record, in our own format or OpenAI's; an error becomes part of the line."""
     if isinstance(record, ValueError):
         return BatchLine(index, error=str(record))
     openai = "custom_id" in record
@@ -184,7 +180,6 @@ def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> BatchL
 
 
 def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return path and body of a record in OpenAI's batch format. Raises ValueError for an impossible one."""
     if record.get("method", "POST") != "POST":
         raise ValueError(f"the method is {json_text(record['method'])}, but only POST is possible.")
     if record.get("url") not in URLS:

@@ -89,7 +89,6 @@ class Local:
 async def _answer_all(
     state: ServerState, lines: Sequence[BatchLine], sink: Sink, on_answer: Callable[[BatchLine, ServerReply], object]
 ) -> None:
-    """Answer the lines that the sink lacks, twice as many at a time as the models batch."""
     left = iter([line for line in lines if line.index not in sink.answered])
     async with Asker.of(state) as asker:
         tasks = [asyncio.create_task(_answer(left, asker, sink, on_answer)) for _ in range(2 * state.worker.room.rows)]
@@ -104,7 +103,6 @@ async def _answer_all(
 async def _answer(
     lines: Iterator[BatchLine], asker: Asker, sink: Sink, on_answer: Callable[[BatchLine, ServerReply], object]
 ) -> None:
-    """Answer lines one after the other until none are left."""
     for line in lines:
         answer = refused(line.error) if line.error else await asker.ask(line.path, json_text(dict(line.body)))
         sink.write(line, answer)

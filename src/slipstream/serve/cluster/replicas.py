@@ -144,7 +144,6 @@ class Front:
         self.replicas, self.limits = replicas, Limits(body_bytes=body_bytes)
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request by one of the replicas."""
         try:
             body = await self._body(request)
             for _ in range(ATTEMPTS):
@@ -159,7 +158,6 @@ class Front:
             return _refusal(error)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the whole body of a request. Raises TooLarge as soon as it exceeds the limit."""
         body = bytearray()
         async for piece in request.stream():
             body += piece

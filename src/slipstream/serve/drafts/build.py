@@ -77,7 +77,6 @@ def _size(tokenizer: Any) -> int:
 
 
 def _parts(syntax: Syntax) -> Iterator[DrafterTerm]:
-    """Yield the drafters of a specification, in order."""
     if isinstance(syntax, DrafterTerm):
         yield syntax
         return

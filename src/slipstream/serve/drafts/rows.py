@@ -126,7 +126,6 @@ class ByNumbers:
     coupled = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (1, positions)."""
         tokens = list[int]()
         for place in range(law.positions):
             sent = _sent(law, place, self.served.opened.top)

@@ -151,7 +151,6 @@ class Desk:
 
 
 def _requests_draft(letter: Letter) -> bool:
-    """Return whether a letter is a request for a draft."""
     return letter.frame is not None and letter.frame.kind == FrameType.PROPOSE
 
 
@@ -169,7 +168,6 @@ class Client:
             self.loop.call_soon_threadsafe(self._write, encode(frame))
 
     def _write(self, data: bytes) -> None:
-        """Write to the socket; a client that leaves too many bytes unread is disconnected."""
         transport = self.writer.transport
         if transport.get_write_buffer_size() > self.unsent:  # a client that sends requests and reads no answers
             transport.abort()
@@ -207,7 +205,6 @@ class DraftServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _serve(self) -> None:
-        """Accept clients until `stop`, then close all connections."""
         server = await asyncio.start_server(self._meet, sock=self.listener, ssl=self.tls)
         await self._stopping.wait()
         # asyncio leaves sockets open that it has accepted, but not yet begun to serve, when the server is closed.
@@ -225,13 +222,11 @@ class DraftServer:
             await asyncio.wait(rest, timeout=0.1)
 
     def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Begin to serve a client that has connected."""
         task = asyncio.get_running_loop().create_task(self._talk(reader, writer))
         self._talks[task] = writer
         task.add_done_callback(self._talks.pop)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client until its connection ends."""
         client = next(self._numbers)
         try:
             if len(self._talks) > self.settings.most_clients:
@@ -266,7 +261,6 @@ class DraftServer:
                     await writer.wait_closed()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Do the handshake with a client. Raises Refused for a client without the key."""
         ours, key = self.settings.vocabulary, self.settings.key
         hello = nonce()
         writer.write(encode(Frame(FrameType.HELLO, 0, {"nonce": hello})))

@@ -66,7 +66,6 @@ async def translations(request: Request, form: Asked) -> Response:
 
 
 async def _written(request: Request, form: AudioForm, task: str) -> Response:
-    """Read the sound of a request, transcribe or translate it, and return the answer."""
     state = state_of(request)
     state.check_model(form.model)
     transcriber, stamped = _transcriber(state), form.response_format in STAMPED
@@ -88,7 +87,6 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
 
 
 def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:
-    """Return a transcript in the requested format."""
     texts = {"text": lambda: transcript.text, "srt": transcript.srt, "vtt": transcript.vtt}
     if form.response_format in texts:
         return Response(texts[form.response_format](), media_type="text/plain")
@@ -114,7 +112,6 @@ def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:
 
 
 def _transcriber(state: ServerState) -> Transcriber:
-    """Return the transcriber of the served model. Raises BadRequest if it reads no sound."""
     try:
         return _of(state.engine)
     except ValueError as error:

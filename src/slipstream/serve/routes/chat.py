@@ -98,7 +98,6 @@ class _ChatAnswer:
         return deltas
 
     def _chunks(self, index: int, pieces: Sequence[Piece]) -> list[answers.ChatChunkChoice]:
-        """Return the parts that the pieces of a round add to one of the answers."""
         deltas = joined([delta for piece in pieces for delta in self._read(index, piece)])
         completion = pieces[-1].completion
         reason = self._reason(index, completion) if completion else None

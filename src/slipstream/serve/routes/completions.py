@@ -64,7 +64,6 @@ async def completions(body: Once[CompletionRequest], request: Request) -> Respon
 
 
 async def _searched(state: ServerState, body: CompletionRequest, request: Request) -> answers.CompletionAnswer:
-    """Run beam search for a request and return its answer."""
     options = beam_options(body, state.settings, tenant_of(request), count_written(body, state.settings))
     options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     options |= _for_texts(body, state.settings.limits)
@@ -75,7 +74,6 @@ async def _searched(state: ServerState, body: CompletionRequest, request: Reques
 
 
 def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
-    """Return the prompts of a request as texts and tuples of token ids. Raises BadRequest for too many."""
     value: Any = body.prompt
     prompts = [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
     if not 1 <= len(prompts) <= limits.prompts:
@@ -86,7 +84,6 @@ def _prompts(body: CompletionRequest, limits: Limits) -> list[Any]:
 def _between(
     prompts: list[Any], body: CompletionRequest, options: dict[str, Any], state: ServerState
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return prompts for the texts between each prompt and the suffix, and the options with what ends these."""
     fill = infill_of(state, "suffix")
     if body.echo or not all(isinstance(prompt, str) for prompt in prompts):
         raise BadRequest("suffix is for prompts that are texts, without echo: leave it out.", "suffix")
@@ -96,7 +93,6 @@ def _between(
 
 
 def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:
-    """Return the engine's options for a completion request."""
     options = engine_options(body, state.settings, tenant)
     options.setdefault("max_new_tokens", state.longest if body.n_predict == UNLIMITED else DEFAULT_TOKENS)
     if (written := count_written(body, state.settings)) > (body.n or 1):
@@ -105,7 +101,6 @@ def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[s
 
 
 def _for_texts(body: CompletionRequest, limits: Limits) -> dict[str, Any]:
-    """Return the options that only completions have: echo and logprobs. Raises BadRequest for what is not possible."""
     options: dict[str, Any] = {"echo": True} if body.echo else {}
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens=0 scores a prompt: it needs echo=true.", "max_tokens")
@@ -173,7 +168,6 @@ class _CompletionAnswer:
         return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **further))
 
     def _chunk(self, index: int, pieces: Sequence[Piece]) -> answers.TextChoice:
-        """Return the part that the pieces of a round add to one of the answers."""
         completion = pieces[-1].completion
         logprobs = tuple(piece.logprobs for piece in pieces if piece.logprobs)
         return answers.TextChoice(

@@ -47,7 +47,6 @@ def _texts(body: InfillRequest) -> list[str | None]:
 
 
 def _options(body: InfillRequest, state: ServerState, tenant: str, fill: Infill) -> dict[str, Any]:
-    """Return the engine's options: those of all texts, and the tokens that end what is filled in."""
     options = engine_options(body, state.settings, tenant)
     options.setdefault("max_new_tokens", state.longest)
     options["stop_token_ids"] = [*(body.stop_token_ids or ()), *fill.ends]
@@ -67,7 +66,6 @@ async def _events(body: InfillRequest, call: Call, state: ServerState) -> AsyncI
 
 
 def _answer(call: Call, state: ServerState, completion: Completion, text: str | None = None) -> FilledIn:
-    """Return the answer for a finished text."""
     cut = finish_reason(completion) == "length"
     eos = completion.tokens[-1:] and completion.tokens[-1] in call.tickets[0].generation.request.eos
     return FilledIn(

@@ -76,7 +76,6 @@ async def tokenize(body: Once[TokenizeRequest], request: Request) -> Response:
 
 
 def _tokenized(state: ServerState, body: TokenizeRequest) -> Response:
-    """Return the tokens of a text, or of a chat in the chat template. Raises BadRequest."""
     tokens = _tokens(state, body)
     strings = [state.spell(token) for token in tokens] if body.return_token_strs else None
     context = state.engine.decoder.target.context
@@ -84,7 +83,6 @@ def _tokenized(state: ServerState, body: TokenizeRequest) -> Response:
 
 
 def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
-    """Return the token ids of a text, or of a chat in the chat template. Raises BadRequest."""
     if body.messages is not None:
         messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)
         return state.encode(Chat(messages), "messages")

@@ -90,7 +90,6 @@ class _ResponseAnswer:
         return told if completion is None else [*told, *self.output.end(_status(completion))]
 
     def _done(self, completion: Completion) -> ResponseAnswer:
-        """Return the complete response, with usage and times, and keep it unless the request says otherwise."""
         status = _status(completion)
         about, usage = self.call.about(speculation(self.body)), self.call.usage
         tokens = ResponseUsage(
@@ -111,7 +110,6 @@ class _ResponseAnswer:
         )
 
     def _response(self, status: str, **fields: Any) -> ResponseAnswer:
-        """Return a response of this status, with the fields of the request that it repeats."""
         body, choice = self.body, self.body.tool_choice or ("auto" if self.body.tools else "none")
         text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {}
         return ResponseAnswer(
@@ -141,5 +139,4 @@ class _ResponseAnswer:
 
 
 def _status(completion: Completion) -> str:
-    """Return the status of a response that ended."""
     return "incomplete" if finish_reason(completion) == "length" else "completed"
