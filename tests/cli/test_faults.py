@@ -44,10 +44,10 @@ def reads_picture(path: Path) -> None:
 
 SMALL_PLAN = ("plan", "--quick", "--sample", "4", "--max-new-tokens", "16", "--gamma", "1", "--repetitions", "1")
 SMALL_BENCH = ("bench", "--quick", "--max-new-tokens", "2", "--gamma", "1", "--batch", "1", "--repetitions", "1")
-TRAIN = ("heads", "train", "--text", "text.txt", "--out", "out", "--heads", "1", "--inner", "8", "--steps", "2")
+TRAIN = ("draft", "build", "heads:out", "text.txt", "--heads", "1", "--inner", "8", "--steps", "2")
 WRITERS = {
-    "ngram": Writer(("ngram", "build", "text.txt", "--out", "out/mine.ngram"), "mine.ngram", NgramModel.load),
-    "datastore": Writer(("datastore", "build", "out", "text.txt"), "corpus.safetensors", Corpus.load),
+    "ngram": Writer(("draft", "build", "ngram:out/mine.ngram", "text.txt"), "mine.ngram", NgramModel.load),
+    "datastore": Writer(("draft", "build", "datastore:out", "text.txt"), "corpus.safetensors", Corpus.load),
     "heads": Writer((*TRAIN, "--length", "8"), "heads.safetensors", lambda path: ParallelHeads.load(path.parent)),
     "plan": Writer((*SMALL_PLAN, "--save", "out/plan.json"), "plan.json", Plan.read),
     "plan plot": Writer((*SMALL_PLAN, "--plot", "out/plan.png"), "plan.png", reads_picture),
@@ -169,13 +169,13 @@ def test_a_killed_command_leaves_the_old_file(place: Path, name: str, how: signa
 # ---- before any work --------------------------------------------------------------------------------------------
 
 REFUSED = [
-    (("ngram", "build", "text.txt", "--out", "text.txt", "--force"), "text.txt: it is an input of this command"),
-    (("ngram", "build", "text.txt", "--out", "notes.md"), "notes.md: it exists and is no n-gram model"),
-    (("ngram", "build", "text.txt", "--out", "/dev/full", "--force"), "/dev/full: it is a device or a pipe"),
-    (("ngram", "build", ".", "--out", "notes.md", "--force"), "notes.md: it is an input of this command"),
-    (("datastore", "build", "notes.md", "text.txt"), "notes.md is no folder"),
-    (("datastore", "build", "out", "text.txt"), "out/corpus.safetensors: it exists and is no corpus"),
-    (("datastore", "build", "out", "out/corpus.safetensors", "--force"), "it is an input of this command"),
+    (("draft", "build", "ngram:text.txt", "text.txt", "--force"), "text.txt: it is an input of this command"),
+    (("draft", "build", "ngram:notes.md", "text.txt"), "notes.md: it exists and is no n-gram model"),
+    (("draft", "build", "ngram:/dev/full", "text.txt", "--force"), "/dev/full: it is a device or a pipe"),
+    (("draft", "build", "ngram:notes.md", ".", "--force"), "notes.md: it is an input of this command"),
+    (("draft", "build", "datastore:notes.md", "text.txt"), "notes.md is no folder"),
+    (("draft", "build", "datastore:out", "text.txt"), "out/corpus.safetensors: it exists and is no corpus"),
+    (("draft", "build", "datastore:out", "out/corpus.safetensors", "--force"), "it is an input of this command"),
     (TRAIN, "out/heads.safetensors: it exists and is no parallel heads"),
     (("plan", "--save", "notes.md"), "notes.md: it exists and is no plan"),
     (("plan", "--save", "nowhere/plan.json"), "there is no folder nowhere; make it first"),
@@ -199,22 +199,22 @@ def test_no_stranger_is_replaced(place: Path, arguments: tuple[str, ...], says: 
 
 def test_force_replaces_a_stranger_and_ours_need_none(place: Path) -> None:
     for force in (("--force",), ()):
-        assert run("ngram", "build", "text.txt", "--out", "notes.md", *force).exit_code == 0
+        assert run("draft", "build", "ngram:notes.md", "text.txt", *force).exit_code == 0
         NgramModel.load(place / "notes.md")
 
 
 def test_what_the_system_refuses_is_said_without_its_number(place: Path) -> None:
-    ended = run("heads", "train", "--text", "nowhere.txt", "--out", "out")
+    ended = run("generate", "x", "--json-schema", "nowhere.txt")
     assert (ended.exit_code, ended.stderr) == (cli.WRONG, "slipstream: nowhere.txt: no such file or directory.\n")
 
 
 def test_builds_name_what_they_skip(place: Path) -> None:
     for number in range(7):
         (place / "out" / f"{number}.txt").write_bytes(b"\xff")
-    ended = run("datastore", "build", "store", "out")
+    ended = run("draft", "build", "datastore:store", "out")
     assert ended.exit_code == 0 and ended.stderr == (
         "slipstream: note: of the folders 7 files were skipped, which are no text in UTF-8: "
         "out/0.txt, out/1.txt, out/2.txt, out/3.txt, out/4.txt, ...\n"
     )
-    ended = run("ngram", "build", "out", "--out", "mine.ngram")
+    ended = run("draft", "build", "ngram:mine.ngram", "out")
     assert ended.exit_code == 0 and "7 files were skipped" in ended.stderr

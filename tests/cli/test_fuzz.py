@@ -129,10 +129,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.chdir(folder)
         Plan(ModelOptions(draft="embedded", verify="block"), {1: 2}, 4096).save("plan.json")
         made = [
-            (*WRITERS["ngram build"], "mine.ngram"),
-            ("datastore", "build", "store", "notes.txt"),
-            (*WRITERS["batch"], "answers.jsonl"),
-            (*WRITERS["heads train"], "heads"),
+            ("draft", "build", "ngram:mine.ngram", "folder"),
+            ("draft", "build", "datastore:store", "notes.txt"),
+            tuple(word.format("answers.jsonl") for word in WRITERS["batch"]),
+            ("draft", "build", "heads:heads", *TRAINING),
         ]
         for arguments in made:
             assert attempt(arguments).exit_code == 0
@@ -200,8 +200,10 @@ def values(parameter: Any) -> Sequence[str]:
     name, kind = str(parameter.name), str(parameter.type_descriptor.annotation)
     if name == "gamma" and "int" in kind:
         return ("1", "2", "3", "0", "-1", "2.5", "x", "")
-    if name == "text" and parameter.param_type_name == "argument":  # of ngram build
+    if name == "sources":
         return (*PATHS, "dataset:x", "dataset:")
+    if name == "name":  # of draft build
+        return ("ngram", "heads:", "exit", "exit:1", "vocabulary", "lookup", "x", "", *map("ngram:{}".format, PATHS))
     if name in FILES or name == "folder":
         return (*PICTURES, *PATHS) if name == "plot" else PATHS
     if name in {"target", "tokenizer"}:
@@ -226,7 +228,6 @@ GOOD: dict[str, Sequence[str]] = {
     "tree": ("2,1",),
     "folder": ("store", "new"),
     "sources": ("notes.txt", "folder", "text.jsonl", "ids.npy"),
-    "text": ("notes.txt", "folder"),
     "data": ("long.txt",),
     "out": ("new.file", "new"),
     "work": ("new.work",),
@@ -241,13 +242,15 @@ GOOD: dict[str, Sequence[str]] = {
     "field": ("text",),
     "alpha": ("0.5",),
     "cost": ("0.1",),
-    "file of ngram info": ("mine.ngram",),
+    "name": ("ngram:new", "datastore:new", "datastore:store"),
 }
 """What is right for a parameter, where the first two of its values are not."""
 
 Words = tuple[str, ...]
 
 MEASURED = ("--quick", "--max-new-tokens", "4", "--repetitions", "1", "--target", "tiny", "--gamma", "1")
+
+TRAINING = ("folder", "--steps", "1", "--rows", "1", "--length", "8", "--heads", "1", "--inner", "4")
 
 # For each command how many cases there are in the fast and in the slow set, and what may come first, so that the work
 # is small; in the fast set it is the first of these.
@@ -256,16 +259,13 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
     "batch": (2, 60, (("prompts.txt", "--out", "-", "--max-new-tokens", "2"),)),
     "chat": (4, 80, (("--max-new-tokens", "2", "--raw"), ("--max-new-tokens", "2", "--raw", "--json"))),
     "check": (3, 60, (("--max-new-tokens", "2", "--samples", "4", "--target", "tiny"),)),
-    "exits": (3, 60, (("--max-new-tokens", "2", "--target", "tiny", "--first"),)),
     "bench": (0, 40, (("--quick", "--max-new-tokens", "2", "--repetitions", "1", "--target", "tiny", "--gamma", "1"),)),
     "plan": (8, 120, (("--alpha", "0.8", "--cost", "0.1"), (), MEASURED)),
     "draft list": (4, 80, ((),)),
-    "ngram build": (8, 180, ((),)),
-    "ngram info": (6, 60, ((),)),
-    "datastore build": (8, 180, ((),)),
-    "datastore info": (6, 60, ((),)),
-    "datastore forget": (6, 80, ((),)),
-    "heads train": (4, 110, (("--steps", "1", "--rows", "1", "--length", "8", "--heads", "1", "--inner", "4"),)),
+    "draft build": (16, 400, ((),)),
+    "draft build heads:new": (4, 110, (TRAINING,)),
+    "draft build exit": (3, 60, (("prompts.txt", "--max-new-tokens", "2", "--target", "tiny", "--first"),)),
+    "draft forget": (6, 80, ((),)),
     "distill": (0, 30, (("--steps", "1", "--rows", "1", "--length", "8", "--write", "0", "--measure-every", "1"),)),
 }
 OUTPUTS = {
@@ -273,10 +273,8 @@ OUTPUTS = {
     "batch": ("out",),
     "bench": ("plot",),
     "plan": ("save", "plot"),
-    "ngram build": ("out",),
-    "datastore build": ("folder",),
-    "datastore forget": ("folder",),
-    "heads train": ("out",),
+    "draft build": ("name",),
+    "draft forget": ("folder",),
     "distill": ("out", "work"),
 }
 
@@ -293,7 +291,7 @@ class Case:
 def found(command: str) -> Any:
     """The command of that name."""
     each: Any = typer.main.get_command(cli.app)
-    for name in command.split():
+    for name in command.split()[:2]:
         each = each.commands[name]
     return each
 
@@ -303,18 +301,24 @@ def cases(draw: Callable[[st.SearchStrategy[Any]], Any], command: str, firsts: S
     """Some options of a command with values, in any order, and its arguments."""
     parameters = [each for each in found(command).params if each.name not in NEVER]
     needed = [each for each in parameters if each.required and (each.name == "folder" or draw(st.integers(0, 19)))]
+    named = command.split()[2:]  # the draft to build, where the command says which
+    needed = [each for each in needed if each.name != "name" or not named]
     others = [each for each in parameters if not each.required]
     chosen = needed + draw(st.lists(st.sampled_from(others), max_size=4)) if others else needed
-    words, tail, outputs = [*command.split(), *draw(st.sampled_from(firsts))], list[str](), set()
+    words, tail, outputs = (
+        [*command.split(), *draw(st.sampled_from(firsts))],
+        list[str](),
+        {word.partition(":")[2] for word in named},
+    )
     for each in chosen:
         option = [draw(st.sampled_from([*each.opts]))]
         if getattr(each, "is_flag", False):
             words += option
             continue
-        right = GOOD.get(f"{each.name} of {command}", GOOD.get(each.name, values(each)[:2]))
+        right = GOOD.get(str(each.name), values(each)[:2])
         value = draw(st.sampled_from(right if draw(st.booleans()) else values(each)))
         if each.name in OUTPUTS.get(command, ()):
-            outputs.add(value)
+            outputs.add(value.partition(":")[2] if each.name == "name" else value)
         if each.param_type_name == "argument":
             tail.append(value)
         else:
@@ -390,52 +394,48 @@ def test_many_command_lines(world: World, command: str) -> None:
     """Some are right, and some are wrong."""
     _, many, firsts = COMMANDS[command]
     # Too few samples to judge; nothing was learned; so many options are rarely all right.
-    never = {"check": {0}, "datastore forget": {0}, "distill": {0}}
+    never = {"check": {0}, "draft forget": {0}, "distill": {0}}
     assert {0, 2} - never.get(command, set()) <= try_cases(world, command, many, firsts).keys()
 
 
 # ---- files of somebody else -------------------------------------------------------------------------------------
 
 WRITERS: dict[str, Words] = {
-    "batch": ("batch", "prompts.txt", "--max-new-tokens", "2", "--out"),
-    "ngram build": ("ngram", "build", "folder", "--out"),
-    "datastore build": ("datastore", "build"),
-    "heads train": (
-        *("heads", "train", "--text", "folder", "--steps", "1", "--rows", "1", "--length", "8", "--heads", "1"),
-        *("--inner", "4", "--out"),
-    ),
+    "batch": ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "{}"),
+    "ngram": ("draft", "build", "ngram:{}", "folder"),
+    "datastore": ("draft", "build", "datastore:{}", "folder"),
+    "heads": ("draft", "build", "heads:{}", *TRAINING),
 }
-"""Commands that write, without the name of what they write."""
+"""Commands that write; {} stands for the name of what they write."""
 MEASURERS: dict[str, Words] = {
-    "plan --save": ("plan", *MEASURED, "--draft", "tiny", "--save"),
-    "plan --plot": ("plan", *MEASURED, "--draft", "tiny", "--plot"),
-    "bench --plot": ("bench", *COMMANDS["bench"][2][0], "--plot"),
+    "plan --save": ("plan", *MEASURED, "--draft", "tiny", "--save", "{}"),
+    "plan --plot": ("plan", *MEASURED, "--draft", "tiny", "--plot", "{}"),
+    "bench --plot": ("bench", *COMMANDS["bench"][2][0], "--plot", "{}"),
 }
 """The same for those that measure first what they write."""
 
 
-def in_the_way(writer: str) -> Iterator[tuple[str, Words]]:
-    """Somebody else's files where a command would write -> the file, and what names it."""
-    if writer == "datastore build":
-        yield "nothing/corpus.safetensors", ("nothing", "folder")
-    elif writer == "heads train":
-        yield "notes.txt", ("notes.txt",)
+def in_the_way(writer: str) -> Iterator[str]:
+    """Somebody else's files, or folders with one, where a command would write."""
+    if writer == "datastore":
+        yield "nothing"
+    elif writer == "heads":
+        yield "notes.txt"
     elif "plot" in writer:
-        yield "picture.png", ("picture.png",)
+        yield "picture.png"
     elif "save" in writer:
-        yield from ((name, (name,)) for name in ("README.md", "answers.jsonl"))
+        yield from ("README.md", "answers.jsonl")
     else:
-        others = ("plan.json", "heads/heads.safetensors", "tiny/model.safetensors", "ids.npy")
-        names = [name for name in (*STRANGERS, *others) if name != "empty.txt"]
-        yield from ((name, (name,)) for name in (*names, "link"))
+        others = ("plan.json", "heads/heads.safetensors", "tiny/model.safetensors", "ids.npy", "link")
+        yield from (name for name in (*STRANGERS, *others) if name != "empty.txt")
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, *MEASURERS])
 def test_nothing_of_another_kind_is_replaced(world: World, writer: str) -> None:
     """Without --force, what is no file of the kind that is written stays as it is."""
     replaced = []
-    for name, names in in_the_way(writer):
-        ended = attempt([*{**WRITERS, **MEASURERS}[writer], *names])
+    for name in in_the_way(writer):
+        ended = attempt([word.format(name) for word in {**WRITERS, **MEASURERS}[writer]])
         if ended.exit_code != cli.WRONG or world.changed():
             replaced.append(name)
         world.restore()
@@ -446,12 +446,12 @@ def test_nothing_of_another_kind_is_replaced(world: World, writer: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("ngram", "build", "notes.txt", "--out", "notes.txt"),
-        ("ngram", "build", "folder", "--out", "folder/a.py"),
-        ("ngram", "build", "notes.txt", "--out", "link"),
-        ("ngram", "build", "link", "--out", "notes.txt"),
+        ("draft", "build", "ngram:notes.txt", "notes.txt"),
+        ("draft", "build", "ngram:folder/a.py", "folder"),
+        ("draft", "build", "ngram:link", "notes.txt"),
+        ("draft", "build", "ngram:notes.txt", "link"),
         ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "prompts.txt"),
-        ("datastore", "build", "nothing", "nothing/corpus.safetensors"),
+        ("draft", "build", "datastore:nothing", "nothing/corpus.safetensors"),
     ],
 )
 def test_no_input_is_replaced(world: World, words: Words, force: Words) -> None:

@@ -326,8 +326,7 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["check", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
         (["check", "--samples", "999999999999"], "samples=999999999999 cannot be checked: use 1000000 or fewer"),
         (["generate", "x", "--device", "meta"], "device='meta' cannot be used"),
-        (["datastore", "build", "", "x"], "the datastore has no name"),
-        (["datastore", "info", ""], "the datastore has no name"),
+        (["draft", "build", "datastore:", "x"], "'datastore:' cannot be built: give ngram:FILE, datastore:DIR"),
     ],
 )
 def test_errors(arguments: list[str], sentence: str) -> None:
@@ -586,8 +585,8 @@ def test_shell_completion() -> None:
     assert "--install-completion" in run("--help").stdout and "--show-completion" in run("--help").stdout
     script = beneath_bash("--show-completion")
     assert script.returncode == 0 and "_SLIPSTREAM_COMPLETE=complete_bash" in script.stdout
-    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ngram ", "COMP_CWORD": "2"}
-    assert as_process([], asked).stdout.split() == ["build", "info"]
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream draft ", "COMP_CWORD": "2"}
+    assert as_process([], asked).stdout.split() == ["build", "list", "forget"]
     asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream generate --max-n", "COMP_CWORD": "2"}
     assert as_process([], asked).stdout.split() == ["--max-new-tokens"]
 

@@ -98,7 +98,7 @@ def test_counts_are_kept_for_a_target(tmp_path: Path, monkeypatch: pytest.Monkey
     kept, about = FrequentTokens(2).choose("toy", 8, None)
     assert kept.tolist() == [3, 5] and "2 of 8 tokens, which make up 100.0% of 3 tokens" in about
     assert FrequentTokens(None, str(place)).choose("toy", 8, None)[0].tolist() == [3, 5]
-    with pytest.raises(ValueError, match="was not counted yet: run `slipstream draft vocabulary"):
+    with pytest.raises(ValueError, match="was not counted yet: run `slipstream draft build vocabulary"):
         FrequentTokens(2).choose("other", 8, None)
     with pytest.raises(ValueError, match="counts the tokens of toy, and other has others"):
         FrequentTokens(2, str(place)).choose("other", 9, None)
@@ -291,8 +291,9 @@ def test_heads_draft_kept_tokens_and_the_target_s_text() -> None:
 def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of counts of the embedded target, made by the command."""
     out = tmp_path_factory.mktemp("counts") / "mine.counts"
-    prompts = ("def add(a, b):", "import os", "class A:")
-    made = run("draft", "vocabulary", *prompts, "--out", str(out), "--max-new-tokens", "24", "--json")
+    prompts = out.with_name("prompts.txt")
+    prompts.write_text("def add(a, b):\nimport os\nclass A:\n")
+    made = run("draft", "build", f"vocabulary:{out}", str(prompts), "--max-new-tokens", "24", "--json")
     assert made.exit_code == 0, made.output
     report = json.loads(made.stdout)
     assert (report["texts"], report["vocab"]) == (3, 4096) and 24 < report["tokens"] <= 72
@@ -321,7 +322,8 @@ def test_drafts_are_cut_as_they_are_named(draft: str, counts: Path) -> None:
 
 def test_counts_are_kept_where_drafts_find_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = run("draft", "vocabulary", "import os", "--max-new-tokens", "8")
+    (tmp_path / "prompts.txt").write_text("import os")
+    made = run("draft", "build", "vocabulary", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8")
     assert made.exit_code == 0 and "draft_vocab=2048" in made.stdout
     offered = run("draft", "list", "embedded?draft_vocab=256", "--json")
     assert "the draft knows 256 of 4096 tokens" in json.loads(offered.stdout)[0]["says"]

@@ -1,4 +1,4 @@
-"""Documents from files and folders, and the command that indexes them."""
+"""Documents from files, folders and datasets; and datastores of them as drafts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from drafters.datastore.test_memory import Spelled
-from slipstream.cli import app as cli
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.datastore.drafter import MEMORY, Datastore
-from slipstream.drafters.datastore.memory import ResponseMemory
+from slipstream.drafters.datastore.drafter import Datastore
 from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import EMBEDDED, load_tokenizer
@@ -92,55 +88,6 @@ def test_arrays_of_objects_are_never_opened(tmp_path: Path) -> None:
         documents(tmp_path / "y.npy")
     with pytest.raises(ValueError, match="no such file or folder"):
         documents(tmp_path / "absent")
-
-
-# ---- the command ------------------------------------------------------------------------------------------------
-
-
-def run(*arguments: object) -> Result:
-    """`slipstream datastore ...`."""
-    return CliRunner().invoke(cli.app, ["datastore", *map(str, arguments)])
-
-
-def test_build_and_info(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text("def main() -> None:\n    return None\n")
-    store = tmp_path / "store"
-    built = run("build", store, tmp_path / "code.py", "--json")
-    assert built.exit_code == 0, built.output
-    record = json.loads(built.stdout)
-    assert record["corpus"]["documents"] == 1 and record["memory"] is None
-    assert json.loads(run("info", store, "--json").stdout) == record
-    assert f"{record['corpus']['tokens']} tokens" in run("info", store).stdout
-    ids = load_tokenizer(EMBEDDED / "target")("def main()")["input_ids"]
-    assert Corpus.load(store / "corpus.safetensors").match(ids, 2).length == len(ids)
-
-
-def test_forget(tmp_path: Path) -> None:
-    memory = ResponseMemory(tmp_path / MEMORY, Spelled())
-    memory.add("alice", [1], [2])
-    memory.add("bob", [1], [3])
-    assert "memory of alice: 1 responses" in run("info", tmp_path).stdout
-    assert run("forget", tmp_path, "--namespace", "alice").exit_code == 0
-    assert memory.nearest("alice", [1], 3) == [] and len(memory.nearest("bob", [1], 3)) == 1
-    memory.close()
-    for wrong in ("carol", "alice'"):
-        result = run("forget", tmp_path, "--namespace", wrong)
-        assert result.exit_code == 2 and "has no namespace" in result.stderr and "alice, bob" in result.stderr
-
-
-def test_errors_are_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("")
-    (tmp_path / MEMORY).write_text("no database " * 99)
-    for arguments, words in (
-        (("info", tmp_path / "absent"), "holds no datastore"),
-        (("build", tmp_path / "s", tmp_path / "absent"), "no such file"),
-        (("build", tmp_path / "s", tmp_path / "empty"), "no tokens to index"),
-        (("info", tmp_path), "damaged or no memory"),
-        (("forget", tmp_path / "absent", "--namespace", "a"), "no memory at"),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "s").exists()
 
 
 # ---- as a draft -------------------------------------------------------------------------------------------------

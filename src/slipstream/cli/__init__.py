@@ -7,15 +7,10 @@ from slipstream.cli import batch as batch
 from slipstream.cli import bench as bench
 from slipstream.cli import chat as chat
 from slipstream.cli import check as check
-from slipstream.cli import datastore as datastore
 from slipstream.cli import distill as distill
 from slipstream.cli import draft as draft
-from slipstream.cli import draft_vocabulary as draft_vocabulary
-from slipstream.cli import exits as exits
 from slipstream.cli import generate as generate
-from slipstream.cli import heads as heads
 from slipstream.cli import models as models
-from slipstream.cli import ngram as ngram
 from slipstream.cli import plan as plan
 from slipstream.cli import serve as serve
 from slipstream.cli import serve_draft as serve_draft

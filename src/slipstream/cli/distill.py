@@ -180,17 +180,15 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
 
 
 def _documents(engine: Engine, data: Sequence[str], field: str | None) -> Divided:
-    from slipstream.text.documents import read
+    from slipstream.text.documents import token_ids
     from slipstream.training.material import divide
 
     skipped = list[Path]()
-    documents = [document for _, document in read(data, field, skipped)]
-    tell_skipped(skipped)
-    texts = [document for document in documents if isinstance(document, str)]
-    encoded = iter(engine.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
     end = engine.tokenizer.eos_token_id
     between = [] if end is None else [end]
-    return divide([[*between, *(next(encoded) if isinstance(one, str) else one)] for one in documents])
+    documents = [[*between, *ids] for ids in token_ids(data, engine.tokenizer, field, skipped)]
+    tell_skipped(skipped)
+    return divide(documents)
 
 
 def _student(

@@ -1,38 +1,40 @@
-"""The command `slipstream draft list`, which shows the drafts that a target can use."""
+"""`slipstream draft`: builds drafts from texts, says what a target can draft with, forgets stored responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from slipstream.cli.app import app
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import Device, Dtype, Target, ThreadOptions, with_options
+from slipstream.cli.options import (
+    Chat,
+    Device,
+    Dtype,
+    Force,
+    ReportJson,
+    Target,
+    ThreadOptions,
+    option,
+    options_of,
+    refuse_others,
+    with_options,
+)
 from slipstream.text.jsontext import json_text
-
-if TYPE_CHECKING:
-    from slipstream.drafters.offers import Offer
-
 
 NONE_WORKS = 1
 """The exit code if no draft can be used."""
 
-draft = typer.Typer(no_args_is_help=True)
+HEADS, NGRAMS, EXITS = "heads:DIR", "ngram:FILE", "exit"
+
+drafts = typer.Typer(no_args_is_help=True)
+app.add_typer(drafts, name="draft")
 
 
-app.add_typer(draft, name="draft")
-
-
-Drafts = Annotated[
-    list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")
-]
-Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing else.")]
-
-
-@draft.callback()
+@drafts.callback()
 def root() -> None:
     """Drafts for a target.
 
@@ -40,7 +42,99 @@ def root() -> None:
     """
 
 
-@draft.command("list")
+# ---- build -----------------------------------------------------------------------------------------------------------
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="DRAFT", help="ngram:FILE, datastore:DIR, heads:DIR, exit, vocabulary, or vocabulary:FILE elsewhere."
+    ),
+]
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Text, JSON lines, also .gz, .npy (token ids), folders of them, dataset:NAME; for exit and vocabulary, "
+        "files of prompts.",
+    ),
+]
+Field = Annotated[str | None, typer.Option(metavar="NAME", help="Of JSON lines: where the document is.")]
+
+
+class BuildOptions:
+    """The options of drafts of one kind."""
+
+    order: Annotated[int, option(NGRAMS, "The longest n-gram.", metavar="N", min=1, max=5)] = 3
+    vocab: Annotated[int | None, option(NGRAMS, "Size of the target's logits; else by its config.", metavar="N")] = None
+    count: Annotated[int, option(HEADS, "Heads, and so the most tokens.", "--heads", metavar="N", min=1)] = 4
+    inner: Annotated[int, option(HEADS, "Hidden units; 0: as a layer of the target.", metavar="N", min=0)] = 0
+    steps: Annotated[int, option(HEADS, "Steps of the whole training.", metavar="N", min=1)] = 1000
+    rows: Annotated[int, option(HEADS, "Windows of text in a step.", metavar="N", min=1)] = 4
+    length: Annotated[int, option(HEADS, "Tokens of a window.", metavar="N", min=3)] = 256
+    rate: Annotated[float, option(HEADS, "Learning rate.", metavar="X")] = 2e-3
+    blind: Annotated[bool, option(HEADS, "Do not see the pending token, as in Stern et al.", "--blind")] = False
+    bfloat16: Annotated[bool, option(HEADS, "Multiply in bfloat16: faster where that works.", "--bfloat16")] = False
+    gamma: Annotated[int, option(EXITS, "Tokens drafted while layers are tried.", metavar="N", min=1)] = 3
+    first: Annotated[bool, option(EXITS, "Try the first layers only, no sets with skipped ones.", "--first")] = False
+
+
+WRITING = options_of(
+    ("max_new_tokens", "temperature", "seed", "batch_size", "quantize"),
+    max_new_tokens=64,
+    temperature=None,
+    batch_size=None,
+)
+
+
+@drafts.command()
+@with_options(BuildOptions, WRITING, ThreadOptions)
+def build(
+    context: typer.Context,
+    name: Name,
+    sources: Sources = None,
+    target: Target = None,
+    field: Field = None,
+    chat: Chat = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    force: Force = False,
+    as_json: ReportJson = False,
+) -> None:
+    """Build a draft for a target, which --draft then takes by the same name.
+
+    ngram, datastore and heads are made of documents; JSON lines hold "text", "tokens" (ids) or "messages" (of which
+    every assistant's content is a document). Files appear when they are whole; an interrupted training of heads goes on
+    with the same command.
+
+    exit measures with which of its layers the target drafts fastest, and plain decoding may win; without SOURCE, on
+    beginnings of programs. vocabulary counts the tokens that the target writes, at temperature 1 unless you say
+    otherwise, for drafts that know the frequent ones only: --draft "int4?draft_vocab=2048".
+
+    Example: slipstream draft build ngram:mine.ngram src notes.jsonl.gz --target Qwen/Qwen2.5-7B
+    """
+    from slipstream.cli.draft_builders import BUILDERS
+
+    kind, _, place = name.partition(":")
+    if kind not in BUILDERS or (not place and BUILDERS[kind].needs_place) or (place and kind == EXITS):
+        forms = "ngram:FILE, datastore:DIR, heads:DIR, exit, vocabulary or vocabulary:FILE"
+        raise ValueError(f"{name!r} cannot be built: give {forms}.")
+    if not sources and kind != EXITS:
+        raise ValueError(f"{name} is made of texts: give a SOURCE, such as a file or a folder.")
+    builder, common = BUILDERS[kind], {"name", "sources", "target", "as_json", "threads"}
+    refuse_others(context, common | builder.options, f"{kind} is built without them")
+    report, text = builder.build(place, sources or [], context.params)
+    print(json_text(report) if as_json else text)
+
+
+# ---- list and forget -------------------------------------------------------------------------------------------------
+
+Drafts = Annotated[
+    list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")
+]
+Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing else.")]
+
+
+@drafts.command("list")
 @with_options(ThreadOptions)
 def offered(
     drafts: Drafts = None, target: Target = None, dtype: Dtype = "auto", device: Device = None, as_json: Json = False
@@ -57,18 +151,30 @@ def offered(
         source, chosen = embedded(target, dtype)
         engine = load(source, dtype=chosen, device=device)
         context = BuildContext(engine.decoder.target, engine.tokenizer, chosen, device)
-        tried = list(offers(context, drafts or ()))
-    print(json_text([asdict(offer) for offer in tried], ensure_ascii=False) if as_json else _lines(tried))
-    if not any(offer.usable for offer in tried):
+        found = list(offers(context, drafts or ()))
+    if as_json:
+        print(json_text([asdict(offer) for offer in found], ensure_ascii=False))
+    else:
+        width = max(len(offer.draft) for offer in found)
+        marks = {True: "yes", False: "no ", None: "   "}
+        lines = [f"{marks[offer.usable]}  {offer.draft:{width}}  {offer.says}" for offer in found]
+        tried = sum(offer.usable is not None for offer in found)  # those that need a name or a file come last
+        print("\n".join([*lines[:tried], *["with a name of yours:"][: len(lines) - tried], *lines[tried:]]))
+    if not any(offer.usable for offer in found):
         raise typer.Exit(NONE_WORKS)
 
 
-def _lines(offers: Sequence[Offer]) -> str:
-    width = max(len(offer.draft) for offer in offers)
-    tried = [
-        f"{'yes' if offer.usable else 'no ':3}  {offer.draft:{width}}  {offer.says}"
-        for offer in offers
-        if offer.usable is not None
-    ]
-    others = [f"     {offer.draft:{width}}  {offer.says}" for offer in offers if offer.usable is None]
-    return "\n".join([*tried, *(["with a name of yours:"] if others else []), *others])
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder of the datastore.")]
+Namespace = Annotated[str, typer.Option(metavar="NAME", help="Whose responses.")]
+
+
+@drafts.command()
+def forget(folder: Folder, namespace: Namespace) -> None:
+    """Remove the responses of a namespace from a datastore; their bytes on disk are overwritten.
+
+    Example: slipstream draft forget store --namespace alice
+    """
+    from slipstream.drafters.datastore.drafter import MEMORY
+    from slipstream.drafters.datastore.memory import forget as remove
+
+    remove(Path(folder) / MEMORY, namespace)

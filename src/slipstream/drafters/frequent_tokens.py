@@ -19,7 +19,9 @@ from torch import Tensor
 from slipstream.drafters.datastore.drafter import fingerprint
 from slipstream.files import TensorFileKind, load_tensors, save_tensors, user_cache
 
-KIND = TensorFileKind("counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft vocabulary`")
+KIND = TensorFileKind(
+    "counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft build vocabulary`"
+)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class FrequentTokens:
         path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
         if self.file is None and not path.is_file():
             raise ValueError(
-                f"which tokens {target} writes most often was not counted yet: run `slipstream draft vocabulary "
-                f"--prompts FILE` with this target once, or name a file of counts, draft_vocab={self.size}:FILE."
+                f"which tokens {target} writes most often was not counted yet: run `slipstream draft build "
+                f"vocabulary FILE` with this target once, or name a file of counts, draft_vocab={self.size}:FILE."
             )
         counts, name = TokenCounts.load(path), fingerprint(tokenizer)
         other = bool(name and counts.tokenizer) and name != counts.tokenizer

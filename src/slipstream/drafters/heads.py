@@ -34,7 +34,7 @@ from slipstream.models.loading.cut_head import CutHead
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"
-KIND = TensorFileKind("parallel heads", "slipstream heads", "2", "train heads with `slipstream heads train`")
+KIND = TensorFileKind("parallel heads", "slipstream heads", "2", "train heads with `slipstream draft build`")
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def _datastore(
         memory = open_memory(folder, _embedder(context, sentence), name, NamespaceLimits(entries), make=learn)
     if corpus is None and memory is None:
         raise ValueError(
-            f"{folder} holds no datastore: build one with `slipstream datastore build {folder} FILES`, or let it "
+            f"{folder} holds no datastore: build one with `slipstream draft build datastore:{folder} FILES`, or let it "
             f"learn responses: datastore:{folder}?learn=true."
         )
     return Datastore(target.vocab, corpus, memory, namespace, learn, DatastoreSettings(**settings))
@@ -354,19 +354,17 @@ STORE: dict[str, Callable[[str], Any]] = {
 KINDS: dict[str, DrafterKind] = {
     "model": DrafterKind("model:NAME", "a smaller model, by hub name or folder", build_model, MODEL),
     "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, EMBEDDED_MODEL),
-    "ngram": DrafterKind(
-        "ngram:FILE", "an n-gram model, built by `slipstream ngram build`", _ngram, {"online": switch}
-    ),
+    "ngram": DrafterKind("ngram:FILE", "an n-gram model, by `slipstream draft build`", _ngram, {"online": switch}),
     "datastore": DrafterKind(
         "datastore:DIR",
-        "copies from documents and past responses, built by `slipstream datastore build`",
+        "copies from documents and past responses, built by `slipstream draft build`",
         _datastore,
         STORE,
     ),
     "plain": DrafterKind("plain", "no draft: plain decoding, as one of several", lambda context, value: NoDraft()),
     "lookup": DrafterKind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
     "exit": DrafterKind(
-        "exit:LAYERS", "the target's own first layers, or others as in 0-3,8-11; see `slipstream exits`", _exit
+        "exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`", _exit
     ),
     "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _int4, OWN_WEIGHTS),
     "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _int8, OWN_WEIGHTS),
@@ -387,7 +385,7 @@ KINDS: dict[str, DrafterKind] = {
         SERVER,
     ),
     "tls": DrafterKind("tls://HOST:PORT", "the same, over TLS", partial(_remote, "tls"), SERVER),
-    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream heads train`", _heads, CUT),
+    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream draft build`", _heads, CUT),
 }
 """The kinds of drafts by their names in specifications."""
 

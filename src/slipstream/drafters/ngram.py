@@ -38,6 +38,11 @@ class Ngram:
         self.model = model
         self.online = OnlineCounts(model.order, vocab) if online else None
 
+    @property
+    def facts(self) -> str:
+        """What the model holds, in words."""
+        return self.model.facts
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample up to `gammas[r]` tokens per row, each from the law given all before it; on the CPU."""
         if not max(gammas, default=0):

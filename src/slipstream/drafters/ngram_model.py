@@ -88,6 +88,17 @@ class NgramModel:
         """The number of tokens in the vocabulary."""
         return len(self.unigram)
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of n-grams, from order 1 on."""
+        return [self.vocab, *(len(table.tokens) for table in self.tables)]
+
+    @property
+    def facts(self) -> str:
+        """What the model holds, in words."""
+        grams = ", ".join(f"{count} of order {n}" for n, count in enumerate(self.sizes, 1))
+        return f"order {self.order}, {self.vocab} token ids; n-grams: {grams}"
+
     @staticmethod
     def fit(
         sequences: Iterable[Sequence[int] | Array | torch.Tensor],

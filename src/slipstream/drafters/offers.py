@@ -37,10 +37,12 @@ def tried(draft: str, context: BuildContext) -> Offer:
     """Try to build a draft for the target -> whether it can be used, and what it is or why not."""
     known = len(context.notes)
     try:
-        drafter(draft, context)
+        built = drafter(draft, context)
     except (ValueError, OSError) as error:
         return Offer(draft, False, " ".join(str(error).split()))
-    return Offer(draft, True, "; ".join([_about(draft), *context.notes[known:]]))
+    return Offer(
+        draft, True, "; ".join(filter(None, [_about(draft), getattr(built, "facts", ""), *context.notes[known:]]))
+    )
 
 
 def _about(draft: str) -> str:

@@ -6,12 +6,16 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 DATASET = "dataset:"
+
+TOGETHER = 64
+"""The number of documents that are tokenized at once."""
 
 Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 """A document: a text, or token ids (length,)."""
@@ -47,6 +51,17 @@ def read(
             yield from _file(path, field)
         else:
             raise ValueError(f"cannot read {source}: there is no such file or folder.")
+
+
+def token_ids(
+    sources: Sequence[str], tokenizer: Any, field: str | None = None, skipped: list[Path] | None = None
+) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+    """Read documents as `read` does -> their token ids, each (length,); many texts are tokenized at once."""
+    documents = read(sources, field, skipped)
+    while some := [document for _, document in islice(documents, TOGETHER)]:
+        texts = [document for document in some if isinstance(document, str)]
+        encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+        yield from (np.asarray(next(encoded) if isinstance(one, str) else one, np.int64) for one in some)
 
 
 def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:

@@ -177,5 +177,5 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
         (tmp_path / "d").write_bytes(whole.replace(old, new))
         with pytest.raises(ValueError, match=words):
             Corpus.load(tmp_path / "d")
-    with pytest.raises(FileNotFoundError, match="datastore build"):
+    with pytest.raises(FileNotFoundError, match="draft build"):
         Corpus.load(tmp_path / "absent")

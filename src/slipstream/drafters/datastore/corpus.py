@@ -91,6 +91,11 @@ class Corpus:
         text = tokens.astype(f">u{width}").view(np.uint8).reshape(-1, width)
         return Corpus(text, suffixes, vocab, tokenizer, len(parts))
 
+    @property
+    def facts(self) -> str:
+        """What the corpus holds, in words."""
+        return f"{self.documents} documents, {len(self) - self.documents} tokens"
+
     def match(self, context: Sequence[int], count: int) -> Match:
         """Return the longest suffix of `context` in the corpus, and up to `count` tokens that followed it most often.
 
@@ -114,7 +119,7 @@ class Corpus:
     def load(path: str | os.PathLike[str]) -> Corpus:
         """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or not a corpus."""
         if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream datastore build`.")
+            raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream draft build`.")
         tensors, about = load_tensors(path, KIND)
         return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
 

@@ -97,6 +97,14 @@ class Datastore:
         # The trace of every running row; rows that have ended, or were garbage collected, are dropped.
         self.traces: ByRow[Trace] = ByRow()
 
+    @property
+    def facts(self) -> str:
+        """What the folder holds, in words."""
+        held = [f"corpus: {self.corpus.facts}"] if self.corpus else []
+        totals = self.memory.totals() if self.memory else []
+        held += [f"memory of {each.namespace}: {each.entries} responses, {each.bytes} bytes" for each in totals]
+        return "; ".join(held)
+
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
         self.traces.follow(context.rows, self._begin)

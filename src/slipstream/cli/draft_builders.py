@@ -1,0 +1,212 @@
+"""The builders of `slipstream draft build`: each returns a report, as an object and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import typer
+
+from slipstream.cli.app import INTERRUPTED, say, tell_skipped
+from slipstream.cli.console import busy, console, progress, steps
+from slipstream.core.protocols import HasModel
+from slipstream.engine.load import embedded, load
+from slipstream.files import check_folder, check_writable
+from slipstream.models.loading import load as models
+from slipstream.text.documents import token_ids
+from slipstream.text.prompts import gather, usable
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+    from slipstream.plan.layers import LayerSearch
+
+Built = tuple[dict[str, Any], str]
+
+SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""The numbers of most frequent tokens whose share of the text is reported."""
+
+
+def _documents(sources: Sequence[str], params: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return the target's tokenizer, and the documents as token ids."""
+    skipped = list[Path]()
+    with busy(console(stderr=True), "reading"):
+        tokenizer = models.load_tokenizer(_target(params))
+        ids = list(token_ids(sources, tokenizer, params["field"], skipped))
+    tell_skipped(skipped)
+    return tokenizer, ids
+
+
+def _target(params: dict[str, Any]) -> Any:
+    return models.EMBEDDED / "target" if params["target"] is None else params["target"]
+
+
+def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
+    """Count the n-grams of documents."""
+    from slipstream.drafters.ngram_model import KIND, NgramModel
+
+    check_writable(file, KIND, params["force"], sources)
+    start, (_, ids) = perf_counter(), _documents(sources, params)
+    size = params["vocab"] or models.vocabulary(_target(params))
+    with busy(console(stderr=True), "counting"):
+        model = NgramModel.fit(ids, params["order"], size)
+        model.save(file)
+    tokens, seconds = sum(map(len, ids)), perf_counter() - start
+    report = {"file": file, "order": model.order, "vocab": size, "file_bytes": Path(file).stat().st_size}
+    report |= {"ngrams": model.sizes, "documents": len(ids), "tokens": tokens, "seconds": seconds}
+    built = f"{file}: {model.facts}\nbuilt from {tokens} tokens of {len(ids)} documents in {seconds:.1f} s"
+    return report, f"{built}\nuse it: slipstream generate --draft ngram:{file}"
+
+
+def datastore(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
+    """Index documents."""
+    from slipstream.drafters.datastore.corpus import KIND, Corpus
+    from slipstream.drafters.datastore.drafter import CORPUS, fingerprint
+
+    check_folder(folder, {CORPUS: KIND}, params["force"], sources)
+    tokenizer, documents = _documents(sources, params)
+    with busy(console(stderr=True), "sorting"):
+        corpus = Corpus.build(documents, max(tokenizer.get_vocab().values()) + 1, fingerprint(tokenizer))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        corpus.save(Path(folder) / CORPUS)
+    tokens, size = len(corpus) - corpus.documents, (Path(folder) / CORPUS).stat().st_size
+    report = {"folder": folder, "documents": corpus.documents, "tokens": tokens, "vocab": corpus.vocab, "bytes": size}
+    return report, f"{folder}: {corpus.facts}, {size} bytes\nuse it: slipstream generate --draft datastore:{folder}"
+
+
+def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
+    """Train heads on the frozen target, or go on with their training."""
+    from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
+    from slipstream.training.memory import keep_freed_memory
+
+    keep_freed_memory()
+    check_folder(folder, FILES, params["force"], sources)
+    names = ("steps", "rows", "length", "rate", "seed", "bfloat16")
+    settings = TrainingSettings(
+        params["count"], params["inner"], not params["blind"], **{name: params[name] for name in names}
+    )
+    tokenizer, documents = _documents(sources, params)
+    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens = np.concatenate([part for document in documents for part in (between, document)] or [between])
+    with busy(console(stderr=True), "loading"):
+        dtype, name = "float32" if params["dtype"] == "auto" else params["dtype"], params["target"]
+        model = models.load_model(_target(params), dtype, params["device"])
+        trainer = HeadTrainer(model, name or "the embedded target", tokens, folder, settings)
+    if trainer.step:
+        say(f"going on from step {trainer.step} of {settings.steps}")
+    try:
+        with steps(console(stderr=True)) as show:
+            trainer.train(lambda progress, loss: show(progress.steps, settings.steps, f"loss {loss:.3f}"))
+    except KeyboardInterrupt:
+        say(f"stopped and saved at step {trainer.step} of {settings.steps}; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
+    report = trainer.report()
+    alphas = "  ".join(f"{position}: {alpha:.3f}" for position, alpha in enumerate(report["alpha"], 1))
+    text = f"{folder}: {settings.heads} heads after {report['steps']} steps; alpha on text kept aside, by position:"
+    return {"out": folder, **report}, f"{text}\n{alphas}"
+
+
+# ---- what the target writes ------------------------------------------------------------------------------------------
+
+
+def _loaded(params: dict[str, Any], rows: int) -> Engine:
+    with busy(console(stderr=True), "loading"):
+        source, dtype = embedded(params["target"], params["dtype"])
+        how = {name: params[name] for name in ("device", "quantize")}
+        return load(source, dtype=dtype, batch_size=params["batch_size"] or rows, **how)
+
+
+def _prompts(sources: Sequence[str], params: dict[str, Any]) -> list[Any]:
+    return [item.prompt for file in sources for item in usable(gather([], file, params["chat"]))]
+
+
+def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
+    """Count the tokens with which the target continues prompts."""
+    from slipstream.drafters.frequent_tokens import KIND, TokenCounts, kept_counts
+
+    prompts = _prompts(sources, params)
+    if file:
+        check_writable(file, KIND, params["force"], sources)
+    engine, temperature = _loaded(params, rows=8), 1.0 if params["temperature"] is None else params["temperature"]
+    options = {"max_new_tokens": params["max_new_tokens"], "temperature": temperature, "seed": params["seed"]}
+    with progress(console(stderr=True), len(prompts), options["max_new_tokens"]) as on_round:
+        completions = engine.generate(prompts, on_round=on_round, **options)
+    scorer = engine.decoder.target
+    counts = TokenCounts.of([each.tokens for each in completions], scorer.vocab, scorer.name, engine.tokenizer)
+    place = Path(file) if file else kept_counts(scorer.name, scorer.vocab, engine.tokenizer)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    counts.save(place)
+    shares = {size: counts.share(counts.most_frequent(size)) for size in SIZES if size < scorer.vocab}
+    report = {"file": str(place), "target": counts.target, "vocab": scorer.vocab, "texts": counts.texts}
+    report |= {"tokens": counts.total, "different": counts.different, "shares": shares}
+    written = f"{counts.target} wrote {counts.total} tokens in {counts.texts} texts, {counts.different} different ones"
+    use = f'use it: slipstream generate --draft "int4?draft_vocab={f"2048:{file}" if file else 2048}"'
+    lines = [f"{size:>8} tokens make up {share:.2%}" for size, share in shares.items()]
+    return report, "\n".join([f"{place}: {written} of {scorer.vocab}", *lines, use])
+
+
+def layers(place: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
+    """Measure with which of its layers the target drafts fastest for itself."""
+    from slipstream.bench import PROMPTS
+    from slipstream.decoding.sampling import Sampling
+    from slipstream.measure.requests import request_for
+    from slipstream.plan.layers import first_layers, search_exit
+
+    prompts = _prompts(sources, params) or PROMPTS
+    sampler = Sampling(temperature=params["temperature"] or 0.0)
+    engine, screen = _loaded(params, rows=1), console(stderr=True)
+    most, seed = params["max_new_tokens"], params["seed"]
+    requests = [request_for(engine.encode(each), sampler, most, eos=engine.eos, seed=seed) for each in prompts]
+    scorer = engine.decoder.target
+    assert isinstance(scorer, HasModel)
+    with busy(screen, "measuring"):
+        choices = first_layers(scorer) if params["first"] else None
+        search = search_exit(engine.decoder, requests, choices, params["gamma"], screen.print)
+    return search.as_dict(), _table(search)
+
+
+def _table(search: LayerSearch) -> str:
+    shown = search.as_dict()
+    rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]
+    for trial in shown["trials"]:
+        factor = f"{trial['factor']:.2f} x" if trial["best_gamma"] else "-"
+        figures = (f"{trial['alpha']:.3f}", f"{trial['mean_acceptance_length']:.2f}")
+        speed = f"{trial['tokens_per_second']:.1f}"
+        rows.append((trial["layers"], *figures, speed, str(trial["best_gamma"]), factor))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.append(f"plain decoding: {search.plain:.1f} tokens/s")
+    for finish in shown["race"]:
+        speed = f"{finish['tokens_per_second']:.1f} tokens/s, {finish['over_plain']:.2f} x plain"
+        lines.append(f"exit:{finish['layers']} with gamma {finish['gamma']}: {speed}")
+    best = shown["best"]
+    use = f"use --draft exit:{best['layers']} --gamma {best['gamma']}" if best else "do not draft with this target"
+    return "\n".join([*lines, use])
+
+
+@dataclass(frozen=True)
+class Builder:
+    """How a kind of draft is built, the options that it has besides those of all, and whether its file is named."""
+
+    build: Callable[[str, Sequence[str], dict[str, Any]], Built]
+    options: frozenset[str]
+    needs_place: bool = True
+
+
+DOCUMENTS = frozenset({"field", "force"})
+MODEL = frozenset({"dtype", "device", "seed"})
+WRITTEN = MODEL | {"chat", "max_new_tokens", "temperature", "batch_size", "quantize"}
+
+BUILDERS = {
+    "ngram": Builder(ngram, DOCUMENTS | {"order", "vocab"}),
+    "datastore": Builder(datastore, DOCUMENTS),
+    "heads": Builder(
+        heads, DOCUMENTS | MODEL | {"count", "inner", "steps", "rows", "length", "rate", "blind", "bfloat16"}
+    ),
+    "exit": Builder(layers, WRITTEN | {"gamma", "first"}, needs_place=False),
+    "vocabulary": Builder(vocabulary, WRITTEN | {"force"}, needs_place=False),
+}
+"""The kinds of drafts that can be built."""

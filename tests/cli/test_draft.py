@@ -1,0 +1,223 @@
+"""`slipstream draft build | list | forget`: texts to drafts, nothing half-written, what is wrong in one sentence."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import slipstream
+from drafters.datastore.test_memory import Spelled
+from slipstream.cli.app import INTERRUPTED, WRONG
+from slipstream.drafters.datastore.corpus import Corpus
+from slipstream.drafters.datastore.drafter import CORPUS, MEMORY
+from slipstream.drafters.datastore.memory import ResponseMemory
+from slipstream.drafters.heads import FILE, ParallelHeads
+from slipstream.drafters.ngram_model import NgramModel
+from slipstream.models.loading import load as models
+from slipstream.training.heads import STATE, HeadTrainer
+from slipstream.training.trainer import Progress, Watch
+from terminal import run
+from toys import FAMILIES, tiny
+
+CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of texts, with a file that is none."""
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a.py").write_text(CODE * 15)
+    (folder / "inner" / "b.txt.gz").write_bytes(gzip.compress(CODE.encode()))
+    (folder / "c.jsonl").write_text("\n".join([json.dumps({"text": CODE}), json.dumps({"text": "x = 1\n"}), ""]))
+    (folder / "d.bin").write_bytes(b"\xff\xfe\0")
+    (folder / ".hidden").write_text("no")
+    return folder
+
+
+def test_an_ngram_model_is_built_and_drafts(texts: Path, tmp_path: Path) -> None:
+    name = f"ngram:{tmp_path}/mine.ngram"
+    built = run("draft", "build", name, str(texts), str(texts / "inner" / "b.txt.gz"), "--order", "2", "--json")
+    assert built.exit_code == 0, built.output
+    facts = json.loads(built.stdout)
+    assert (facts["order"], facts["vocab"], facts["documents"]) == (2, 4096, 4) and facts["tokens"] > 50
+    grams = f"order 2, 4096 token ids; n-grams: 4096 of order 1, {facts['ngrams'][1]} of order 2"
+    assert grams in run("draft", "list", name).stdout
+    engine = slipstream.load(draft=name)
+    fast, slow = (engine.generate("def add(", max_new_tokens=12, plain=plain)[0] for plain in (False, True))
+    assert fast.tokens == slow.tokens and fast.stats.drafted
+
+
+def test_an_interrupted_build_leaves_nothing(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> NgramModel:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NgramModel, "fit", interrupt)
+    ended = run("draft", "build", f"ngram:{tmp_path}/mine.ngram", str(texts))
+    assert ended.exit_code == INTERRUPTED and "interrupted" in ended.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["texts"]
+
+
+def test_token_ids_alone_are_enough(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [1, 2, 4]]))
+    ended = run("draft", "build", f"ngram:{tmp_path}/ids.ngram", str(tmp_path / "ids.npy"))
+    assert ended.exit_code == 0 and "built from 6 tokens of 2 documents" in ended.stdout
+
+
+def test_a_datastore_is_built_and_listed(texts: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    built = run("draft", "build", f"datastore:{store}", str(texts / "a.py"), "--json")
+    assert built.exit_code == 0, built.output
+    report = json.loads(built.stdout)
+    assert report["documents"] == 1
+    assert f"corpus: 1 documents, {report['tokens']} tokens" in run("draft", "list", f"datastore:{store}").stdout
+    ids = models.load_tokenizer(models.EMBEDDED / "target")("def add(a")["input_ids"]
+    assert Corpus.load(store / CORPUS).match(ids, 2).length == len(ids)
+
+
+def test_responses_are_forgotten(tmp_path: Path) -> None:
+    memory = ResponseMemory(tmp_path / MEMORY, Spelled())
+    memory.add("alice", [1], [2])
+    memory.add("bob", [1], [3])
+    assert run("draft", "forget", str(tmp_path), "--namespace", "alice").exit_code == 0
+    assert memory.nearest("alice", [1], 3) == [] and len(memory.nearest("bob", [1], 3)) == 1
+    memory.close()
+    for wrong in ("carol", "alice'"):
+        result = run("draft", "forget", str(tmp_path), "--namespace", wrong)
+        assert result.exit_code == WRONG and "has no namespace" in result.stderr and "alice, bob" in result.stderr
+
+
+def test_what_a_memory_holds_is_listed(tmp_path: Path) -> None:
+    store = f"datastore:{tmp_path}"
+    engine = slipstream.load(draft=f"{store}?learn=true&namespace=alice")
+    engine.generate("def add(", max_new_tokens=4)
+    assert "memory of alice: 1 responses" in run("draft", "list", store).stdout
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / MEMORY).write_text("no database " * 99)
+    assert "damaged or no memory" in run("draft", "list", f"{store}/damaged").stdout
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+FEW = ("--steps", "3", "--length", "16", "--rows", "2", "--heads", "2", "--inner", "8")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded target is trained for real elsewhere; here a tiny model stands in for it."""
+    model = tiny(FAMILIES["llama"], vocab_size=4096)
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: model)
+
+
+def test_heads_are_trained_and_reported(small: None, texts: Path, tmp_path: Path) -> None:
+    command = ("draft", "build", f"heads:{tmp_path}/heads", str(texts), *FEW)
+    result = run(*command, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["steps"] == 3 and len(report["alpha"]) == 2 and all(0 < alpha <= 1 for alpha in report["alpha"])
+    assert ParallelHeads.load(tmp_path / "heads").sizes.heads == 2
+    again = run(*command)
+    assert "going on from step 3 of 3" in again.stderr and "1: 0." in again.stdout
+
+
+def test_texts_are_kept_apart_by_the_end_of_text(
+    small: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(HeadTrainer, "__init__", lambda trainer, model, name, tokens, *_: seen.extend(tokens))
+    monkeypatch.setattr(HeadTrainer, "step", property(lambda _: 1 / 0))  # ends the command
+    with pytest.raises(ZeroDivisionError):
+        run("draft", "build", f"heads:{tmp_path}/heads", str(texts / "c.jsonl"), *FEW)
+    tokenizer = models.load_tokenizer(models.EMBEDDED / "target")
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CODE, "x = 1\n")]
+    assert seen == [tokenizer.eos_token_id, *ids[0], tokenizer.eos_token_id, *ids[1]]
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    small: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = HeadTrainer.train
+
+    def interrupted(trainer: HeadTrainer, watch: Watch) -> ParallelHeads:
+        def interrupt(progress: Progress, loss: float) -> None:
+            if progress.steps == 2:
+                raise KeyboardInterrupt
+
+        return train(trainer, interrupt)
+
+    command = ("draft", "build", f"heads:{tmp_path}/heads", str(texts / "a.py"), *FEW)
+    monkeypatch.setattr(HeadTrainer, "train", interrupted)
+    result = run(*command)
+    assert result.exit_code == INTERRUPTED and "saved at step 2 of 3" in result.stderr
+    assert (tmp_path / "heads" / STATE).exists() and not (tmp_path / "heads" / FILE).exists()
+    monkeypatch.setattr(HeadTrainer, "train", train)
+    assert "going on from step 2 of 3" in run(*command).stderr
+    assert (tmp_path / "heads" / FILE).exists()
+
+
+def test_a_damaged_target_is_one_sentence_and_no_file(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(FAMILIES["llama"], vocab_size=4096)
+    model.get_parameter("model.norm.weight").data.fill_(torch.nan)
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: model)
+    result = run("draft", "build", f"heads:{tmp_path}/heads", str(texts / "a.py"), *FEW, "--json")
+    assert result.exit_code == WRONG and not result.stdout
+    assert "the embedded target gives non-finite logits" in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "heads").exists()
+
+
+# ---- layers, and what is wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_search_says_what_to_use_or_not(small: None, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("def f(a):")
+    words = ("draft", "build", "exit", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--gamma", "2")
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    assert "plain decoding:" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(("use --draft exit:", "do not draft"))
+    found = json.loads(run(*words, "--first", "--json").stdout)
+    assert [trial["layers"] for trial in found["trials"]] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("ngram:x nowhere.txt", "cannot read nowhere.txt: there is no such file"),
+        ("ngram:x {}/d.bin", "is not UTF-8"),
+        ("ngram:nowhere/x {}/a.py", "cannot write nowhere/x: there is no folder nowhere; make it first."),
+        ("ngram:x {}/a.py --target ./nowhere", "cannot load the tokenizer"),
+        ("ngram:x {}/a.py --vocab 999999999999", "it must be between 1 and 16777216"),
+        ("ngram:x {}/a.py --target=", "the name of its model is empty"),
+        ("ngram:x {}/bad.jsonl", ":2: the line must be a JSON object"),
+        ("ngram:x {}/a.py --steps 3", "ngram is built without them, so --steps cannot be used with it"),
+        ("ngram: {}/a.py", "'ngram:' cannot be built: give ngram:FILE"),
+        ("exit:3 {}/a.py", "'exit:3' cannot be built"),
+        ("lookup {}/a.py", "'lookup' cannot be built"),
+        ("ngram:x", "ngram:x is made of texts: give a SOURCE"),
+        ("datastore:s {}/absent", "no such file"),
+        ("datastore:s {}/empty", "no tokens to index"),
+        ("heads:h {}/d.bin", "is not UTF-8"),
+        ("heads:h {}/a.py --rate 2", "rate=2.0 is not possible"),
+        ("heads:h {}/a.py --heads 20 --length 8", "too short for 20 heads"),
+        ("heads:h {}/c.jsonl --length 128", "tokens of text are too few"),
+        ("heads:h {}/empty --length 64", "tokens of text are too few"),
+        ("heads:h {}/a.py --length 5000", "length=5000 is too long: the embedded target holds 128 tokens"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    small: None, texts: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
+) -> None:
+    monkeypatch.chdir(texts.parent)
+    (texts / "empty").write_text("")
+    (texts / "bad.jsonl").write_text('{"text": "x"}\n{"other": 1}\n')
+    ended = run("draft", "build", *arguments.format(texts).split())
+    assert ended.exit_code == WRONG and says in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert [file.name for file in texts.parent.iterdir()] == ["texts"]
