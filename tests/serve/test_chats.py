@@ -64,6 +64,12 @@ def test_tools_that_the_template_ignores_are_refused(engine: slipstream.Engine, 
         assert caught.value.param == "tools"
 
 
+def test_a_request_that_no_chat_can_be_is_a_400() -> None:
+    with pytest.raises(BadRequest, match="top_p") as caught:
+        ChatRequest.of({**CHAT, "top_p": 0.0})
+    assert caught.value.param == "top_p"
+
+
 @pytest.mark.parametrize("image", ["data:image/png;base64,AAAA", {"url": "data:image/png;base64,AAAA"}])
 def test_an_image_may_be_its_address(image: Any) -> None:
     message = {"role": "user", "content": [{"type": "image_url", "image_url": image}]}

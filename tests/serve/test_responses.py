@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -124,6 +125,20 @@ def test_what_is_not_to_be_stored_is_not_kept(client: openai.OpenAI) -> None:
     assert caught.value.code == "previous_response_not_found"
 
 
+def test_a_kept_response_is_found_until_it_is_deleted(client: openai.OpenAI) -> None:
+    answer = client.responses.create(**ASKED)
+    assert client.responses.retrieve(answer.id).model_dump() == answer.model_dump()
+    client.responses.delete(answer.id)
+    for again in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="is not kept here"):
+            again(answer.id)
+
+
+def test_a_stream_that_is_cut_by_its_limit_ends_as_incomplete(client: openai.OpenAI) -> None:
+    *_, last = client.responses.create(**ASKED, stream=True)
+    assert last.type == "response.incomplete" and last.response.incomplete_details.reason == "max_output_tokens"
+
+
 # ---- without a server ----
 
 
@@ -153,6 +168,11 @@ CALLED: dict[str, Any] = {"type": "function_call", "id": "fc_1", "call_id": "1",
 RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "1", "output": "7"}
 
 
+def response(name: str) -> Any:
+    """Stands for a response of an id."""
+    return SimpleNamespace(id=name)
+
+
 def test_items_of_one_turn_are_one_message() -> None:
     user, turn, result = messages(USER, THOUGHT, SAID, CALLED, {**CALLED, "call_id": "2"}, RESULT)
     assert user == USER and result == {"role": "tool", "tool_call_id": "1", "content": "7"}
@@ -172,7 +192,7 @@ def test_instructions_are_not_part_of_the_conversation_that_goes_on() -> None:
     body = ResponsesRequest.model_validate({"input": "x", "instructions": "be kind"})
     conversation = kept.resume(body, "", 10)
     assert [each.role for each in as_chat(body, conversation.items).messages] == ["system", "user"]
-    kept.keep("r", conversation, {"msg_1": InputMessage(role="assistant", content="y")})
+    kept.keep(response("r"), conversation, {"msg_1": InputMessage(role="assistant", content="y")})
     body = ResponsesRequest.model_validate({"input": "z", "previous_response_id": "r"})
     said = as_chat(body, kept.resume(body, "", 10).items).messages
     assert [(each.role, each.content) for each in said] == [("user", "x"), ("assistant", "y"), ("user", "z")]
@@ -186,7 +206,7 @@ def test_few_conversations_are_kept_and_only_for_their_tenants() -> None:
 
     def answer(name: str, size: int) -> None:
         conversation = kept.resume(ResponsesRequest.model_validate({"input": "x"}), "a", size)
-        kept.keep(name, conversation, {f"msg_{name}": InputMessage(role="assistant", content="y")})
+        kept.keep(response(name), conversation, {f"msg_{name}": InputMessage(role="assistant", content="y")})
 
     kept = Conversations(most=3, size=100)
     for name in "1234":

@@ -297,23 +297,26 @@ def test_a_full_queue_is_a_429() -> None:
 def test_a_signal_lets_begun_answers_end_and_a_second_one_does_not(signals: int) -> None:
     with ServerProcess.start() as server, server.http() as http, ThreadPoolExecutor(3) as pool:
 
-        def streamed() -> list[str]:
-            body = long_body(max_tokens=200, stream=True)
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
+        def streamed(path: str, body: Any) -> list[str]:
+            with httpx.stream("POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=300) as response:
                 return [line for line in response.iter_lines() if line.startswith("data:")]
 
         answer = pool.submit(http.post, "/v1/completions", json=long_body(max_tokens=200))
-        streams = [pool.submit(streamed) for _ in range(2)]
+        stream = pool.submit(streamed, "/v1/completions", long_body(max_tokens=200))
+        events = pool.submit(streamed, "/v1/responses", {"input": PROMPT, "max_output_tokens": 200})
         until(lambda: running(http)[0] == 3)
         for _ in range(signals):
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
         if signals == 1:
             assert answer.result().json()["usage"]["completion_tokens"] == 200
-            assert all(stream.result()[-1] == "data: [DONE]" for stream in streams)
+            assert stream.result()[-1] == "data: [DONE]"
         else:
             assert ended_early(answer.result())
-            assert all(cut(stream.result()) for stream in streams)
+            assert cut(stream.result())
+        last = json.loads(events.result()[-1].removeprefix("data:"))
+        ended = ["response.completed", "response.incomplete"] if signals == 1 else ["response.failed"]
+        assert last["type"] in ended and (signals == 1 or last["response"]["error"]["code"] == "unavailable")
         assert server.process.wait(120) == 0
 
 

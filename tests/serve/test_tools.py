@@ -12,8 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.core.stats import Stats
+from slipstream.decoding.grammar import Grammars
 from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.load import EMBEDDED
+from slipstream.serve.call_grammar import CallGrammar
 from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message, joined
 from slipstream.serve.response_format import AnswerForm
 from slipstream.text.detokenize import Detokenizer
@@ -346,3 +348,52 @@ def test_many_calls_are_told_one_by_one(tokenizer: Any) -> None:
     message = read(ManyCalls(), text, tokenizer)
     assert [call.function.name for call in message.tool_calls] == ["add", "sub"] and message.content is None
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": "],["}
+
+
+# ---- with another form ----
+
+THING = {
+    "type": "object",
+    "properties": {"tag": {"type": "string"}},
+    "required": ["tag"],
+    "additionalProperties": False,
+}
+
+
+def fits(text: str, family: str, special: bool, parallel: bool = True) -> bool:
+    """Whether a text is an answer by `THING`, or calls in the form of a family."""
+    made = form(family)
+    marks = [mark for mark in FORMS[family][3] if "=" not in mark and "/f" not in mark]
+    (made.tokenizer.add_special_tokens if special else made.tokenizer.add_tokens)(
+        {"additional_special_tokens": marks} if special else marks
+    )
+    grammars = Grammars(made.tokenizer, len(made.tokenizer), frozenset([made.tokenizer.eos_token_id]))
+    lark = CallGrammar(made, grammars).lark(parallel)
+    assert lark is not None
+    ids = [*made.tokenizer.encode(text, add_special_tokens=False), made.tokenizer.eos_token_id]
+    return grammars.within(lark, grammars.json_schema(THING)).fitting([], ids) == len(ids)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_an_answer_by_a_schema_may_be_calls_instead(family: tuple[str, AnswerForm], special: bool) -> None:
+    name, _ = family
+    text = FORMS[name][2].replace("Now:", "").replace("<|channel|>final<|message|><|end|>", "")
+    assert fits('{"tag": "red"}', name, special) and fits(text, name, special)
+    assert not fits(text.replace("add", "sub"), name, special) and not fits("Now:" + text, name, special)
+    assert not fits("{}", name, special) and not fits(text + '{"tag": "red"}', name, special)
+    assert name == "lists" or not fits(text, name, special, parallel=False)
+
+
+def test_arguments_fit_their_schemas_and_marks_in_a_formed_answer_are_content() -> None:
+    assert not fits(f"<tool_call>{CALL.replace('7', '[]')}</tool_call>", "qwen3", False)
+    for text in (
+        '{"tag": "use <tool_call>"}',
+        f'{{"tag": "<think>x</think><tool_call>{json.dumps(CALL)[1:-1]}</tool_call>"}}',
+    ):
+        for parts in ([text], letters(text)):
+            regions = form("qwen3").regions([], formed=True)
+            message = as_message([delta for part in parts for delta in regions.feed(part)] + [*regions.finish()])
+            assert (message.content, message.tool_calls, message.reasoning_content) == (text, None, None)
+    regions = form("qwen3").regions([], formed=True)
+    message = as_message([*regions.feed(f"<think>x</think>\n<tool_call>{CALL}</tool_call>"), *regions.finish()])
+    assert message.reasoning_content == "x" and len(message.tool_calls or ()) == 1 and not message.content

@@ -19,6 +19,9 @@ from transformers import LogitsProcessor
 
 from slipstream.text.jsontext import json_text
 
+ANSWER = "@answer"
+"""The name, in Lark, of the grammar that `Grammars.within` is given."""
+
 MATCHERS = 64
 """The number of texts per grammar whose states are kept; any other text is matched from its beginning."""
 
@@ -36,7 +39,7 @@ class Grammar:
     """
 
     def __init__(self, source: str, tokens: Any, vocab: int) -> None:
-        self._source, self._tokens, self.vocab = source, tokens, vocab
+        self.source, self._tokens, self.vocab = source, tokens, vocab
         self._states: OrderedDict[int, _State] = OrderedDict()  # by a running number, the most recently used last
         self._count = 0
 
@@ -107,7 +110,7 @@ class Grammar:
     def _fresh(self) -> tuple[int, _State]:
         """Return a new number, and the state before the first token."""
         self._count += 1
-        return self._count, _State(new_matcher(self._tokens, self._source))
+        return self._count, _State(new_matcher(self._tokens, self.source))
 
 
 DRAFTED = 64
@@ -239,6 +242,16 @@ class Grammars:
         """Make a context-free grammar from llguidance's dialect of Lark, whose start rule is `start`."""
         return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
 
+    def within(self, lark: str, answer: Grammar) -> Grammar:
+        """Make a grammar from Lark in which `ANSWER` is another one that was made here."""
+        first, *others = json.loads(answer.source)["grammars"]
+        parts = [{"lark_grammar": lark}, {**first, "name": ANSWER[1:]}, *others]
+        return self._made("grammar with calls", json_text({"grammars": parts}), lambda matcher, text: text)
+
+    def special(self, token: int) -> bool:
+        """Return whether a token is one that no text matches, only its own id."""
+        return bool(self._tokens.is_special_token(token))
+
     def _check_size(self, what: str, size: int) -> None:
         """Raise ValueError if a grammar is too long."""
         if size > self.limits.size:
@@ -276,9 +289,17 @@ def _with_spaces(tokenizer: Any) -> str | None:
     return json_text({**state, "decoder": decoder, "padding": None, "truncation": None})
 
 
+WHITE = {"whitespace_pattern": " ?"}
+"""At most one space: otherwise an uncertain model could write nothing but white space up to its limit."""
+
+
 def _json_grammar(matcher: Any, schema: str) -> str:
-    # At most one space: otherwise an uncertain model could write nothing but white space up to its limit.
-    return matcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
+    return matcher.grammar_from_json_schema(schema, defaults=WHITE)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the JSON texts that match a schema, as a part of a grammar in Lark."""
+    return f"%json {json_text({**schema, 'x-guidance': WHITE})}"
 
 
 def _depth(value: Any, most: int) -> int:

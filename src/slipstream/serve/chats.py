@@ -66,7 +66,7 @@ def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -
         if wanted > most:
             raise BadRequest(f"top_logprobs={wanted} is above the {most} that this server gives.", "top_logprobs")
         options["logprobs"] = wanted
-    return options | constraint(body, state) | tool_constraint(tools, state)
+    return options | constraint(body, state, tools.calls()) | tool_constraint(tools, state)
 
 
 def _variables(body: ChatRequest, state: ServerState, request: Request) -> dict[str, Any]:

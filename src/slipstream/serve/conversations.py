@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from slipstream.serve.faults import BadRequest
+from slipstream.serve.faults import BadRequest, NotServed
+from slipstream.serve.response_answers import ResponseAnswer
 from slipstream.serve.response_schema import InputMessage, InputReference, Kept, ResponsesRequest
 
 RESPONSES, BYTES = 1000, 64 << 20
@@ -23,14 +24,21 @@ class NoSuchResponse(BadRequest):
         super().__init__(f"{what}, but this server keeps only {kept}: send the whole conversation as input.", param)
 
 
+class NoResponse(NotServed):
+    """A request names a response that is not kept (404)."""
+
+    code = "response_not_found"
+
+
 @dataclass(frozen=True)
 class StoredConversation:
-    """The items of a tenant's conversation, those of the last response by their ids, and the bytes that they took."""
+    """The items of a tenant's conversation, the last response, its items by their ids, and the bytes that they took."""
 
     tenant: str
     items: tuple[Kept, ...] = ()
     answered: dict[str, Kept] = field(default_factory=dict)
     size: int = 0
+    response: ResponseAnswer | None = None
 
 
 class Conversations:
@@ -44,7 +52,7 @@ class Conversations:
     def resume(self, body: ResponsesRequest, tenant: str, size: int) -> StoredConversation:
         """Return the conversation that a request of `size` bytes goes on with, and its own items.
 
-        Raises NotKept if it names a response, or an item of one, that is not kept.
+        Raises NoSuchResponse if it names a response, or an item of one, that is not kept.
         """
         before = StoredConversation(tenant)
         if body.previous_response_id is not None:
@@ -56,10 +64,23 @@ class Conversations:
         new = [InputMessage(role="user", content=given)] if isinstance(given, str) else self._looked_up(given, tenant)
         return StoredConversation(tenant, (*before.items, *new), {}, before.size + size)
 
-    def keep(self, response: str, conversation: StoredConversation, answered: dict[str, Kept]) -> None:
+    def find(self, response: str, tenant: str) -> ResponseAnswer:
+        """Return a response that is kept. Raises NoResponse."""
+        found = self._kept.get((tenant, response))
+        if found is None or found.response is None:
+            raise NoResponse(f"the response {response!r} is not kept here.", "response_id")
+        return found.response
+
+    def drop(self, response: str, tenant: str) -> None:
+        """Keep a response no longer. Raises NoResponse."""
+        self.find(response, tenant)
+        self._total -= self._kept.pop((tenant, response)).size
+
+    def keep(self, response: ResponseAnswer, conversation: StoredConversation, answered: dict[str, Kept]) -> None:
         """Keep a conversation that was answered by these items; drop the oldest ones beyond the limits."""
         items = (*conversation.items, *answered.values())
-        self._kept[conversation.tenant, response] = replace(conversation, items=items, answered=answered)
+        kept = replace(conversation, items=items, answered=answered, response=response)
+        self._kept[conversation.tenant, response.id] = kept
         self._total += conversation.size
         while len(self._kept) > self._most or self._total > self._size:
             self._total -= self._kept.popitem(last=False)[1].size

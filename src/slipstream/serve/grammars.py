@@ -12,18 +12,19 @@ from slipstream.serve.state import ServerState
 from slipstream.serve.tools import Tools
 
 
-def constraint(body: Decoding, state: ServerState) -> dict[str, Any]:
+def constraint(body: Decoding, state: ServerState, calls: str | None = None) -> dict[str, Any]:
     """Return the engine's option for `response_format` or `structured_outputs`; {} if the answer is free text.
 
-    Raises BadRequest, which names the field, for a form that is not possible.
+    `calls` are the rules by which the answer may be calls of tools instead. Raises BadRequest, which names the field,
+    for a form that is not possible.
     """
     form, outputs = body.response_format, body.structured_outputs
     if form is not None and form.type != "text":
         if outputs is not None:
             raise BadRequest("response_format and structured_outputs exclude each other.", "structured_outputs")
-        return _made("response_format", lambda grammars: _by_format(form, grammars), state)
+        return _made("response_format", lambda grammars: _by_format(form, grammars), state, calls)
     if outputs is not None:
-        return _made("structured_outputs", lambda grammars: _by_outputs(outputs, grammars), state)
+        return _made("structured_outputs", lambda grammars: _by_outputs(outputs, grammars), state, calls)
     return {}
 
 
@@ -33,10 +34,13 @@ def tool_constraint(tools: Tools, state: ServerState) -> dict[str, Any]:
     return {} if schema is None else _made("tools", lambda grammars: grammars.json_schema(schema), state)
 
 
-def _made(field: str, make: Callable[[Grammars], Grammar], state: ServerState) -> dict[str, Any]:
+def _made(
+    field: str, make: Callable[[Grammars], Grammar], state: ServerState, calls: str | None = None
+) -> dict[str, Any]:
     """Return the option for the grammar that `make` makes. Raises BadRequest, which names the field, if it fails."""
     try:
-        return {"grammar": make(state.grammars)}
+        made = make(state.grammars)
+        return {"grammar": state.grammars.within(calls, made) if calls else made}
     except ValueError as error:
         raise BadRequest(str(error), field) from None
 

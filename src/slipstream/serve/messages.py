@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from slipstream.serve import published
-from slipstream.serve.body import Addressed, Body, complaint
-from slipstream.serve.faults import BadRequest
+from slipstream.serve.body import Addressed, Body
 from slipstream.serve.schema import ChatRequest, Count, Probability, SpeculationOptions, Text, ToolName
 from slipstream.text.jsontext import json_text
 
@@ -167,17 +166,14 @@ class CountRequest(Addressed):
         if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             body["continue_final_message"] = True
         body |= more
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            raise BadRequest(*complaint(error.errors(), body)) from None
+        return ChatRequest.of(body)
 
 
 class MessagesRequest(CountRequest):
     """The body of /v1/messages."""
 
     max_tokens: Count
-    temperature: Probability | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
     top_p: Probability | None = None
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     stop_sequences: list[Text] | None = None

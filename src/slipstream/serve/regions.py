@@ -25,14 +25,17 @@ class Regions:
 
     No printed text is lost. A region that `parse` refuses, or that does not end, is content, as are the marks of calls
     where there is no `parse`; a mark that may come once is content the second time. Tokens that are not printed serve
-    as marks only. After `most` calls, further ones are dropped.
+    as marks only. After `most` calls, further ones are dropped. Content that is `formed` by a grammar has no marks.
     """
 
-    def __init__(self, template: Any, parse: ParseCalls | None = None, most: int | None = None) -> None:
+    def __init__(
+        self, template: Any, parse: ParseCalls | None = None, most: int | None = None, formed: bool = False
+    ) -> None:
         known = {*KINDS, CALLS} if parse else {*KINDS}
         self._fields = [field for field in template.fields.values() if field.open_re and field.name in known]
         self._outside = KINDS.get(template.implicit)  # None: text outside all regions is no part of the message
         self._parse, self._most = parse, most
+        self._formed, self._ended = formed, False  # whether no further marks are looked for
         self._buffer, self._from = "", 0  # the text that is not divided yet; where marks are looked for in it
         self._hidden: list[tuple[int, int]] = []  # begins and ends of tokens in it that are not printed
         self._field: Any = None  # that of the region being read
@@ -77,6 +80,8 @@ class Regions:
             yield from self._text(self._take(match[1] if match else held))
             if match is None:
                 return
+            if self._ended:
+                continue
             field, begin, end = match
             if field.name == CALLS:
                 self._mark = self._from = end - begin
@@ -87,7 +92,9 @@ class Regions:
 
     def _find(self, final: bool) -> tuple[tuple[Any, int, int] | None, int]:
         """Return the next mark in the buffer as (field, begin, end), and where one begins that may become complete."""
-        if self._field is None:
+        if self._ended:
+            marks = []
+        elif self._field is None:
             marks = [
                 (field, field.open_re, field.open_literals and not field.open_literal_can_extend)
                 for field in self._fields
@@ -129,6 +136,7 @@ class Regions:
     def _text(self, text: str) -> Iterator[answers.Delta]:
         """Yield a text as a part of the message, according to the region that it is in."""
         kind = self._outside if self._field is None else KINDS[self._field.name]
+        self._ended |= self._formed and self._field is None and bool(text.strip())
         if kind is None:
             self._lost = None if self._lost is None else self._lost + text
             return

@@ -116,6 +116,14 @@ class ResponseAnswer(Answer):
     timings: Sometimes[Timings] = None
 
 
+class ResponseDeleted(Answer):
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 class ResponseEvent(Answer):
     """An event of a streamed response."""
 

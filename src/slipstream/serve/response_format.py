@@ -42,9 +42,12 @@ class AnswerForm:
         spec = getattr(tokenizer, "response_template", None) or _of_family(model, tokenizer)
         return None if spec is None else AnswerForm(load_response_template(spec), tokenizer, tools)
 
-    def regions(self, prompt: Sequence[int], most: int | None = None) -> Regions:
-        """Return what divides the answer to a prompt of these token ids; calls are parsed if there are tools."""
-        regions = Regions(self.template, self.calls if self.tools else None, most)
+    def regions(self, prompt: Sequence[int], most: int | None = None, formed: bool = False) -> Regions:
+        """Return what divides the answer to a prompt of these token ids; calls are parsed if there are tools.
+
+        Where content is `formed` by a grammar, no marks are looked for in it.
+        """
+        regions = Regions(self.template, self.calls if self.tools else None, most, formed)
         regions.begin(self.tokenizer.decode(list(prompt[-BEGUN:])), self.template.start_anchor_re)
         return regions
 

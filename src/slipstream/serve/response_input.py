@@ -38,7 +38,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
         "top_p": body.top_p,
         "stream": body.stream,
     }
-    chat = ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    chat = ChatRequest.of({name: value for name, value in fields.items() if value is not None})
     chat.speculative = body.speculative
     return chat
 

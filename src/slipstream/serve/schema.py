@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, ValidationError, create_model, model_validator
 
 from slipstream.core.options import OPTIONS, Bounds, Option
 from slipstream.serve import published
-from slipstream.serve.body import Addressed, Body, FieldError
+from slipstream.serve.body import Addressed, Body, FieldError, complaint
+from slipstream.serve.faults import BadRequest
 
-Probability = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -310,6 +311,14 @@ class ChatRequest(Decoding):
     )
     add_generation_prompt: bool | None = Field(None, description="Begin the assistant's message; true without it.")
     continue_final_message: bool | None = Field(None, description="Go on with the last message, which stays open.")
+
+    @staticmethod
+    def of(body: dict[str, Any]) -> ChatRequest:
+        """Return the chat that another interface's request means. Raises BadRequest if a chat cannot be so."""
+        try:
+            return ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise BadRequest(*complaint(error.errors(), body)) from None
 
 
 class TokenizeRequest(Addressed):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.protocols import HasModel
+from slipstream.serve.call_grammar import CallGrammar
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim
 from slipstream.serve.response_format import AnswerForm
@@ -22,7 +23,7 @@ FREE = ResponseFormat(type="text")
 class Tools:
     """The tools of a request and how the model may use them: "none", "auto", "required", or one by name.
 
-    `formed` says that the answer has another form, without reasoning and calls.
+    `formed` says that the answer has another form, unless it is calls.
     """
 
     tools: tuple[Tool, ...]
@@ -76,16 +77,25 @@ class Tools:
             return OneCall(self.choice.function.name)
         if self.choice == "required":
             return ManyCalls()
-        target, tokenizer = self.state.engine.decoder.target, self.state.engine.tokenizer
-        assert isinstance(target, HasModel), "a chat is answered by a model"
-        form = None if self.formed else AnswerForm.of(target.model, tokenizer, self.for_template())
-        if form is None:
+        form = self._form()
+        if form is None or (self.formed and self.calls() is None):
             return Verbatim()
         spelling = self.state.engine.spelling
         assert spelling is not None, "a chat has a tokenizer"
         before = [token for token in prompt if token not in spelling.hidden]
-        regions = form.regions(prompt, None if self.parallel else 1)
+        regions = form.regions([] if self.formed else prompt, None if self.parallel else 1, self.formed)
         return ByFamily(regions, Detokenizer(spelling.decode, before), spelling.hidden)
+
+    def calls(self) -> str | None:
+        """Return the grammar, in Lark, by which an answer of another form may be calls instead; None if it may not."""
+        form = self._form() if self.formed and self.choice == "auto" else None
+        return None if form is None else CallGrammar(form, self.state.grammars).lark(self.parallel)
+
+    def _form(self) -> AnswerForm | None:
+        """Return the form of the answers of the model's family; None if it has none."""
+        target, tokenizer = self.state.engine.decoder.target, self.state.engine.tokenizer
+        assert isinstance(target, HasModel), "a chat is answered by a model"
+        return AnswerForm.of(target.model, tokenizer, self.for_template())
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

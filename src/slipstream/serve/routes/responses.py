@@ -11,7 +11,7 @@ from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.chats import begun
 from slipstream.serve.conversations import StoredConversation
-from slipstream.serve.faults import BadRequest
+from slipstream.serve.faults import BadRequest, ServeError
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.options import speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
@@ -20,6 +20,7 @@ from slipstream.serve.response_answers import (
     Incomplete,
     InputDetails,
     ResponseAnswer,
+    ResponseDeleted,
     ResponseEvent,
     ResponseUsage,
 )
@@ -32,6 +33,7 @@ from slipstream.serve.stream import EventStream, event
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
+FOUND = {status: ERRORS[status] for status in (401, 404)}
 
 
 @router.post("/v1/responses", responses=OUTCOMES, response_model=ResponseAnswer)
@@ -49,6 +51,19 @@ async def responses(body: Once[ResponsesRequest], request: Request) -> Response:
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
+
+
+@router.get("/v1/responses/{response_id}", responses=FOUND, response_model=ResponseAnswer)
+async def response(response_id: str, request: Request) -> Response:
+    """Return a response that is kept."""
+    return answered(state_of(request).conversations.find(response_id, tenant_of(request)))
+
+
+@router.delete("/v1/responses/{response_id}", responses=FOUND, response_model=ResponseDeleted)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Keep a response no longer."""
+    state_of(request).conversations.drop(response_id, tenant_of(request))
+    return answered(ResponseDeleted(id=response_id))
 
 
 class _ResponseAnswer:
@@ -73,12 +88,15 @@ class _ResponseAnswer:
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._response("in_progress"))
         completion: Completion | None = None
-        async for _, pieces in self.call.rounds():
-            for kind, fields in self._read(pieces):
-                yield self._event(kind, **fields)
-            completion = pieces[-1].completion
-        assert completion is not None, "the last piece has the completion"
-        response = self._done(completion)
+        try:
+            async for _, pieces in self.call.rounds():
+                for kind, fields in self._read(pieces):
+                    yield self._event(kind, **fields)
+                completion = pieces[-1].completion
+            assert completion is not None, "the last piece has the completion"
+            response = self._done(completion)
+        except ServeError as error:
+            response = self._response("failed", output=self.output.items, error=error.body()["error"])
         yield self._event(response.status, response=response)
 
     def _read(self, pieces: list[Piece]) -> list[Told]:
@@ -98,9 +116,7 @@ class _ResponseAnswer:
             output_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
         )
-        if self.body.store is not False:
-            self.state.conversations.keep(self.heading.id, self.conversation, self.output.as_input)
-        return self._response(
+        response = self._response(
             status,
             output=self.output.items,
             incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
@@ -108,6 +124,9 @@ class _ResponseAnswer:
             metrics=about["metrics"],
             timings=about["timings"],
         )
+        if self.body.store is not False:
+            self.state.conversations.keep(response, self.conversation, self.output.as_input)
+        return response
 
     def _response(self, status: str, **fields: Any) -> ResponseAnswer:
         body, choice = self.body, self.body.tool_choice or ("auto" if self.body.tools else "none")
