@@ -33,7 +33,8 @@ from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings
 from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import ResponseMemory
-from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
+from slipstream.models.loading.load import load_model, load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.tables import TableScorer
 
 Turn = tuple[list[int], list[int]]  # token ids of the prompt and of the response

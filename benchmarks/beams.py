@@ -30,7 +30,7 @@ from slipstream.core.stats import Stats
 from slipstream.decoding.beam import EXTRA
 from slipstream.engine.engine import Engine
 from slipstream.measure.environment import environment, without_folder
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.text.prompts import gather
 
 TIE = 1e-4  # the difference of scores below which two hypotheses count as tied

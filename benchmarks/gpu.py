@@ -24,7 +24,7 @@ import slipstream
 from slipstream.bench import COMPILED, PROMPTS, BenchSettings, line_up, measure
 from slipstream.bench.records import ASSISTED_AUTO, LOOKUP
 from slipstream.execution.graphs import GRAPHS
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from slipstream.engine.load import load
 from slipstream.kernels.quantization import Precision
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_twin
 
 CACHE = "kv_dtype="

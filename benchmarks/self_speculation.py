@@ -29,7 +29,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.text.prompts import gather
 
 PLAIN = "plain"

@@ -18,7 +18,8 @@ import torch
 from pair import corpus
 
 from slipstream.engine.load import load
-from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
+from slipstream.models.loading.load import load_model, load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from slipstream.training.trainer import Checkpoint, Progress
 from slipstream.training.writing import WrittenTexts

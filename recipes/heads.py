@@ -19,7 +19,8 @@ from pair import corpus
 
 from slipstream.drafters.heads import FILE, KIND
 from slipstream.files import load_tensors
-from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
+from slipstream.models.loading.load import load_model, load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.training.heads import HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Progress
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 
 TEMPLATE = """{%- macro say(role, text) %}<|im_start|>{{ role }}
 {{ text }}<|im_end|>

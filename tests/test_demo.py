@@ -7,7 +7,8 @@ import torch
 
 import slipstream
 from slipstream.core.stats import Stats
-from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
+from slipstream.models.loading.load import load_model, load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 
 pytestmark = pytest.mark.xdist_group("demo")  # one reference
 

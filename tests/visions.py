@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor, PreTrainedModel
 
 from slipstream.core.media import Media, Modality
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 
 VOCAB, PLACEHOLDER = 120, 110
 """Sizes of the tiny vocabularies, and the token that stands for (a part of) an image in all of them."""

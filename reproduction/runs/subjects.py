@@ -27,7 +27,7 @@ from slipstream.execution.passes import Mode
 from slipstream.measure.environment import parameters
 from slipstream.measure.requests import request_for
 from slipstream.models.loading.encoder_dtype import encoder_dtype
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 
 DRAFT = "embedded draft"
 

@@ -16,7 +16,8 @@ from reproduction.standins import python_prompts as writing
 from reproduction.standins.corpora import Pairs
 from reproduction.standins.tuning import Lesson, Say, Teaching
 from slipstream.drafters.heads import FILE
-from slipstream.models.loading.load import EMBEDDED, load_model, load_tokenizer
+from slipstream.models.loading.load import load_model, load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.training.heads import HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Progress
 

@@ -36,7 +36,8 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.execution.names import CACHE, with_cache
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.training.heads import TrainingSettings
 from toys import EXACT, FAMILIES, GREEDY, HF_VOCAB, PAIRS, WRONG, first_tokens, plain_law, request, scorer, tiny
 from toys import total_variation as tv

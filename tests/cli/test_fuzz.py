@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from slipstream.cli import app as cli
 from slipstream.core.model_options import ModelOptions
 from slipstream.engine.plan_file import Plan
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys import FAMILIES, tiny
 

@@ -38,7 +38,7 @@ from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part
 from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model

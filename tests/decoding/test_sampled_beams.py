@@ -31,7 +31,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from toys import rare, scorer
 
 RIGHT, WRONG = 1e-4, 1e-6

@@ -12,7 +12,7 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.kinds import KINDS
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.offers import Offer, offers, tried
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys import dirichlet_table, scorer
 

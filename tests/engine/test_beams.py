@@ -16,7 +16,7 @@ from slipstream.decoding.memory_limit import MemoryLimit
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from toys import rare
 
 PROMPTS = ["def fibonacci(n):", "import os\nimport sys\n", "class Stack:\n    def __init__(self):\n"]

@@ -13,8 +13,8 @@ import slipstream
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
-from slipstream.engine.load import embedded
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.engine.load import alone
+from slipstream.models.loading.pairings import EMBEDDED
 from toys import rare
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def __init__(self, path):\n", "x ="]
@@ -199,7 +199,7 @@ def test_the_same_size_may_still_be_another_vocabulary(engine: slipstream.Engine
     ],
 )
 def test_no_target_is_the_embedded_one_in_float32(target: str | None, dtype: str, found: tuple[Any, str]) -> None:
-    assert embedded(target, dtype) == found
+    assert alone(target, dtype) == found
 
 
 def test_nothing_to_load_is_one_sentence() -> None:

@@ -14,7 +14,8 @@ import slipstream
 from slipstream.engine.engine import Engine
 from slipstream.engine.pictures import PIXELS, open_image
 from slipstream.engine.requests import Chat, read_prompts
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from visions import data_url, picture, png, save_llava, tiny_vision_of
 
 

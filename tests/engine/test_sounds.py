@@ -17,7 +17,7 @@ from audios import MARK, RATE, input_audio, rounded, save_audio, sound, wav
 from slipstream.engine.engine import Engine
 from slipstream.engine.media import TextWithMedia
 from slipstream.engine.sounds import read_sound
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from visions import picture
 
 TEXT = f"user: {MARK}What is heard?\nassistant: "

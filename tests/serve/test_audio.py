@@ -19,7 +19,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 import slipstream
 from serve.conftest import ServerProcess
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, rare, tiny
 

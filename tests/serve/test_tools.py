@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from slipstream.core.stats import Stats
 from slipstream.decoding.grammar import Grammars
 from slipstream.engine.generation import Completion, Piece
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.serve.call_grammar import CallGrammar
 from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message, joined
 from slipstream.serve.response_format import AnswerForm

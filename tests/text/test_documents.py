@@ -17,7 +17,8 @@ from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
 from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.text.documents import read
 from toys import FAMILIES, HF_VOCAB, scorer, tiny
 

@@ -29,7 +29,7 @@ from slipstream.bench.records import (
 )
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
-from slipstream.measure.environment import environment, scorers, without_folder
+from slipstream.measure.environment import environment, scorers
 
 __all__ = [
     "COMPILED",
@@ -90,4 +90,4 @@ def _check(engine: Engine, texts: Sequence[Sequence[int]], settings: BenchSettin
     longest = begin + settings.max_new_tokens
     for name, context in ((scorer.name, scorer.context) for scorer in scorers(engine.decoder)):
         if context and longest > context:
-            raise ValueError(f"prompt and new tokens are up to {longest}, but {without_folder(name)} holds {context}.")
+            raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")

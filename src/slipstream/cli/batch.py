@@ -163,6 +163,7 @@ class BatchCounts:
 
 def _recipe(context: typer.Context) -> Recipe:
     from slipstream.engine.worker import Capacity
+    from slipstream.models.loading.origin import source_name
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Limits, ServeSettings
 
@@ -170,7 +171,7 @@ def _recipe(context: typer.Context) -> Recipe:
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
     room = Capacity(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
     limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)  # only memory limits a batch
-    names = tuple(params["names"] or [params["target"] or "embedded"])
+    names = tuple(params["names"] or [source_name(params["target"]) or "embedded"])
     settings = ServeSettings(names, max_queue=1 << 30, lossless=params["lossless"], limits=limits)
     return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
 

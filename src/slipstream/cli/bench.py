@@ -28,6 +28,7 @@ from slipstream.cli.options import (
     with_options,
 )
 from slipstream.core.model_options import ModelOptions
+from slipstream.models.loading.pairings import draft_of
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, usable
 
@@ -94,7 +95,7 @@ def bench(
         engine, others = _engines(models, draft or [], sizes)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
-    if models.target and not draft:
+    if not draft and draft_of(models.target) is None:
         say("note: without --draft there is only plain decoding and prompt lookup to measure.")
     with steps(console(stderr=True)) as on_run:
         report = measure(engine, prompts, settings, line_up(engine, settings, others), on_run=on_run)
@@ -108,12 +109,13 @@ def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]
     """
     from slipstream.bench import Side
     from slipstream.bench.records import COMPILED
-    from slipstream.engine.load import embedded, load
+    from slipstream.engine.load import alone, load
     from slipstream.execution.draft_graphs import DraftsInGraphs
     from slipstream.measure.environment import scorers
 
-    engine = load(replace(models, draft=drafts[0] if drafts else None))
-    dtype = embedded(models.target, models.dtype)[1]
+    first = drafts[0] if drafts else draft_of(models.target)
+    engine = load(replace(models, draft=first))
+    dtype = alone(models.target, models.dtype)[1]
     # The target that they share is loaded, and quantized, already.
     shared = ModelOptions(
         getattr(engine.decoder.target, "model", None),
@@ -124,7 +126,6 @@ def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]
     )
     others = [Side(load(replace(shared, draft=each)), each) for each in drafts[1:]]
     if sizes:
-        first = drafts[0] if drafts else None if models.target else "embedded"
         fast = load(replace(shared, draft=first, gamma=max(sizes), compile=True), progress=say)
         for model in scorers(fast.decoder)[1:]:
             if isinstance(model, DraftsInGraphs):

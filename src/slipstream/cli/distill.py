@@ -166,10 +166,10 @@ class _Aim:
 
 def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -> Engine:
     """Load the target, without a draft. Raises ValueError for a target for which no draft can be distilled."""
-    from slipstream.engine.load import embedded, load
+    from slipstream.engine.load import alone, load
     from slipstream.training.material import target_of
 
-    source, exact = embedded(target, dtype)
+    source, exact = alone(target, dtype)
     progress = console(stderr=True).print if compile else None
     engine = load(source, dtype=exact, device=device, batch_size=64, compile=compile, progress=progress)
     target_of(engine)
@@ -221,7 +221,8 @@ def _student(
 
 
 def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
-    from slipstream.models.loading.load import EMBEDDED, load_model
+    from slipstream.models.loading.load import load_model
+    from slipstream.models.loading.pairings import EMBEDDED
     from slipstream.plan.sizes import SHARES
     from slipstream.training.material import target_of
     from slipstream.training.students import new_student, size_for

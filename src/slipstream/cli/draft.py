@@ -145,10 +145,10 @@ def offered(
     """
     from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.offers import offers
-    from slipstream.engine.load import embedded, load
+    from slipstream.engine.load import alone, load
 
     with busy(console(stderr=True), "loading"):
-        source, chosen = embedded(target, dtype)
+        source, chosen = alone(target, dtype)
         engine = load(source, dtype=chosen, device=device)
         context = BuildContext(engine.decoder.target, engine.tokenizer, chosen, device)
         found = list(offers(context, drafts or ()))

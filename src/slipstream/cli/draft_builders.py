@@ -14,7 +14,7 @@ import typer
 from slipstream.cli.app import INTERRUPTED, say, tell_skipped
 from slipstream.cli.console import busy, console, progress, steps
 from slipstream.core.protocols import HasModel
-from slipstream.engine.load import embedded, load
+from slipstream.engine.load import alone, load
 from slipstream.files import check_folder, check_writable
 from slipstream.models.loading import load as models
 from slipstream.text.documents import token_ids
@@ -34,14 +34,10 @@ def _documents(sources: Sequence[str], params: dict[str, Any]) -> tuple[Any, lis
     """Return the target's tokenizer, and the documents as token ids."""
     skipped = list[Path]()
     with busy(console(stderr=True), "reading"):
-        tokenizer = models.load_tokenizer(_target(params))
+        tokenizer = models.load_tokenizer(params["target"] or "embedded")
         ids = list(token_ids(sources, tokenizer, params["field"], skipped))
     tell_skipped(skipped)
     return tokenizer, ids
-
-
-def _target(params: dict[str, Any]) -> Any:
-    return models.EMBEDDED / "target" if params["target"] is None else params["target"]
 
 
 def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
@@ -50,7 +46,7 @@ def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
 
     check_writable(file, KIND, params["force"], sources)
     start, (_, ids) = perf_counter(), _documents(sources, params)
-    size = params["vocab"] or models.vocabulary(_target(params))
+    size = params["vocab"] or models.vocabulary(params["target"] or "embedded")
     with busy(console(stderr=True), "counting"):
         model = NgramModel.fit(ids, params["order"], size)
         model.save(file)
@@ -93,7 +89,7 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     tokens = np.concatenate([part for document in documents for part in (between, document)] or [between])
     with busy(console(stderr=True), "loading"):
         dtype, name = "float32" if params["dtype"] == "auto" else params["dtype"], params["target"]
-        model = models.load_model(_target(params), dtype, params["device"])
+        model = models.load_model(params["target"] or "embedded", dtype, params["device"])
         trainer = HeadTrainer(model, name or "the embedded target", tokens, folder, settings)
     if trainer.step:
         say(f"going on from step {trainer.step} of {settings.steps}")
@@ -114,7 +110,7 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
 
 def _loaded(params: dict[str, Any], rows: int) -> Engine:
     with busy(console(stderr=True), "loading"):
-        source, dtype = embedded(params["target"], params["dtype"])
+        source, dtype = alone(params["target"], params["dtype"])
         how = {name: params[name] for name in ("device", "quantize")}
         return load(source, dtype=dtype, batch_size=params["batch_size"] or rows, **how)
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -16,6 +17,7 @@ from rich.markup import escape
 from slipstream.cli.ranks import on_ranks
 from slipstream.core.model_options import DEVICES, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
 from slipstream.core.options import OPTIONS, WHEN
+from slipstream.models.loading.pairings import chat_target
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
@@ -161,6 +163,12 @@ def asked_models(context: typer.Context, **more: Any) -> ModelOptions:
     if "tp_plan" in asked:
         asked["tp_plan"] = "auto" if asked["tp_plan"] else None
     return ModelOptions(**{**asked, **more})
+
+
+def chat_models(context: typer.Context, **more: Any) -> ModelOptions:
+    """Return the options of models of a chat or a server: if none was named, a chat model where one is installed."""
+    asked = asked_models(context, **more)
+    return asked if asked.given("pair", "plan") else replace(asked, target=chat_target())
 
 
 Target = Annotated[str | None, declared_option("target")]

@@ -34,6 +34,7 @@ from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
+from slipstream.models.loading.pairings import draft_of
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, usable
 
@@ -194,12 +195,12 @@ def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -
     """Load the engine without a draft, and each drafter by its specification; compiled ones draft chains of `sizes`."""
     from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.specification import drafter, paths_shape
-    from slipstream.engine.load import embedded, load
+    from slipstream.engine.load import alone, load
     from slipstream.execution.passes import Mode
 
-    if models.target is not None and not drafts:
+    if not (drafts := drafts or [each for each in [draft_of(models.target)] if each]):
         raise ValueError("there is nothing to plan without a draft: give --draft.")
-    place, dtype = embedded(models.target, models.dtype)
+    place, dtype = alone(models.target, models.dtype)
     engine = load(replace(models, target=place, dtype=dtype), progress=say)
     mode = Mode(models.compile, ahead=sizes, progress=say)
     paths = engine.rule.paths
@@ -207,7 +208,7 @@ def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -
     context = BuildContext(
         *(engine.decoder.target, engine.tokenizer, dtype, models.device, shape), mode=mode, independent=bool(paths)
     )
-    return engine, {name: drafter(name, context) for name in drafts or ["embedded"]}
+    return engine, {name: drafter(name, context) for name in drafts}
 
 
 def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> PlanReport:

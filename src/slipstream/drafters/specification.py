@@ -29,7 +29,8 @@ from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, build_m
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import tree_shape
 from slipstream.kernels.quantization import Precision
-from slipstream.models.loading.load import EMBEDDED, find_tokenizer
+from slipstream.models.loading.load import find_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 
 VOCABULARIES = "a number of tokens, a file of counts, or NUMBER:FILE"
 

@@ -26,8 +26,9 @@ from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads, use_threads
-from slipstream.models.loading.load import EMBEDDED, find_tokenizer
+from slipstream.models.loading.load import find_tokenizer
 from slipstream.models.loading.origin import source_name
+from slipstream.models.loading.pairings import draft_of, located, pairing_of
 from slipstream.models.media.processor import MediaProcessor
 from slipstream.models.media.trial import try_media
 
@@ -40,14 +41,15 @@ def load(
 ) -> Engine:
     """Load a target and a draft -> an Engine that generates text with them.
 
-    The target is a hub name, a folder or a loaded model; without one, the embedded pair is loaded. The draft is a model
-    too, another specification ("lookup", "ngram:FILE", ...: `slipstream.drafters.specification`) or a Drafter; without
-    one, the engine decodes plainly. `gamma` tokens (5) are drafted per round; "auto" chooses the number by measured
-    times, and a controller may choose it too. Instead of `gamma`, a `tree` gives the candidates per level, e.g.
-    (3, 2, 1). `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma tokens. A `plan`
-    (or its file) supplies what is not given here: target, draft, gamma by the number of rows in the batch, rule and
-    dtype. `exact_shape` runs every pass of the target in one shape, so that plain and speculative decoding compute
-    bit-identical logits (slower; chains only).
+    The target is a hub name, a folder, a .gguf file, a name of `models.loading.pairings` ("smollm2") or a loaded model;
+    without one, the embedded pair is loaded. The draft is a model too, another specification ("lookup", "ngram:FILE",
+    ...: `slipstream.drafters.specification`) or a Drafter; without one, a named target has the draft that is declared
+    for it ("plain": none), and any other decodes plainly. `gamma` tokens (5) are drafted per round; "auto" chooses the
+    number by measured times, and a controller may choose it too. Instead of `gamma`, a `tree` gives the candidates per
+    level, e.g. (3, 2, 1). `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma
+    tokens. A `plan` (or its file) supplies what is not given here: target, draft, gamma by the number of rows in the
+    batch, rule and dtype. `exact_shape` runs every pass of the target in one shape, so that plain and speculative
+    decoding compute bit-identical logits (slower; chains only).
 
     An encoder-decoder reads its prompts as sources; `task` is the name of a task in its configuration
     ("translation_en_to_de"), two languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a
@@ -90,8 +92,8 @@ def load(
     how = target if isinstance(target, ModelOptions) else ModelOptions.of(target, draft, **options)
     if made := _read_plan(how.plan, how.target):
         how = how.over(made.models)
-    draft = "embedded" if how.target is how.draft is None else how.draft
-    target, dtype = embedded(how.target, how.dtype)
+    place, dtype = alone(how.target, how.dtype)
+    target, draft = place if how.target is None else how.target, draft_of(how.target, how.draft)
     how = replace(how, target=target, draft=draft, dtype=dtype)
     shape, chosen = read_tree(how.tree, how.gamma, draft), BLOCK if how.verify is None else rule(how.verify)
     shape = _with_paths(shape, chosen, steering := _controller(how.tree, how.gamma, made), draft)
@@ -198,11 +200,10 @@ def _check_settings(how: ModelOptions, tree: Sequence[int] | None) -> None:
         raise ValueError(f"exact_shape runs chains of drafts eagerly, without {other}: leave one of them out.")
 
 
-def embedded(target: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the target and its dtype; without a target, the embedded one, in float32 unless a dtype is given."""
-    if target is not None:
-        return target, dtype
-    return EMBEDDED / "target", "float32" if dtype == "auto" else dtype
+def alone(target: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return where a target is found and its dtype, to load it without the draft that is declared for it."""
+    pairing = pairing_of(target)
+    return located(target), pairing.dtype if pairing and dtype == "auto" else dtype
 
 
 def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> SourceFrame | None:

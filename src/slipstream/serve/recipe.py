@@ -10,6 +10,8 @@ from slipstream.core.model_options import ModelOptions
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.engine.worker import Capacity
+from slipstream.models.loading.origin import source_name
+from slipstream.models.loading.pairings import draft_of
 from slipstream.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ class Recipe:
 
     @property
     def draft(self) -> str | None:
-        """The name of the draft, as users wrote it; without a target it is the draft of the embedded pair."""
-        return self.models.draft or (None if self.models.target else "embedded")
+        """The name of the draft: as users wrote it, of a path its last part, or the one declared for the target."""
+        return source_name(draft_of(self.models.target, self.models.draft))
 
     def engine(self, progress: Callable[[str], object] | None = None) -> Engine:
         """Load the models -> an engine with the chat template. Raises ValueError as `slipstream.load` does."""

@@ -33,7 +33,8 @@ from slipstream.drafters.remote.messages import DraftMode, OpenRow, settings_of
 from slipstream.drafters.specification import drafter
 from slipstream.engine.load import load
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.load import EMBEDDED, load_tokenizer
+from slipstream.models.loading.load import load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.tables import TableScorer
 from slipstream.serve.drafts.build import How, build
 from slipstream.serve.drafts.rows import DraftRows, Served

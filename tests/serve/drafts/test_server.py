@@ -10,7 +10,7 @@ import pytest
 
 from processes import Command
 from slipstream.engine.load import load
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 
 

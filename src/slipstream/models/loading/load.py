@@ -46,7 +46,7 @@ from slipstream.models.loading.faults import (
 from slipstream.models.loading.gguf import load_gguf
 from slipstream.models.loading.gguf_config import tokenizer_of
 from slipstream.models.loading.gguf_file import GgufFile
-from slipstream.models.loading.origin import Origin
+from slipstream.models.loading.origin import Origin, source_name
 from slipstream.models.loading.quantized import (
     INT8,
     Loaded,
@@ -57,10 +57,6 @@ from slipstream.models.loading.quantized import (
 )
 from slipstream.models.loading.twins import packed_twin, quantized_twin
 from slipstream.models.recurrent.scorer import StateScorer
-
-EMBEDDED = Path(__file__).parents[2] / "demo"
-"""The folder of the target and draft that ship with the package, in its folders `target` and `draft`."""
-
 
 # ---- loading ----------------------------------------------------------------------------------------------------
 
@@ -144,9 +140,8 @@ def load_scorer(
     (n,) cuts the model's head to these tokens, which makes another model: all other tokens become impossible. A model
     that cannot be rolled back by a length is tried with states.
     """
-    name = str(source.name if isinstance(source, Path) else source) if isinstance(source, str | Path) else None
     model = load_model(source, dtype, device, **kwargs)
-    name = name or model.config.name_or_path or type(model).__name__
+    name = source_name(source) or source_name(model.config.name_or_path) or type(model).__name__
     # The plain weights of a model that was loaded here have no other user, so they can be replaced.
     packs = mode.compiled or not isinstance(source, PreTrainedModel) if mode.packed is None else mode.packed
     packs = packs and mode.precision is None and can_pack(model)

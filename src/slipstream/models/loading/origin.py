@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from slipstream.models.loading.gguf_config import config_of
 from slipstream.models.loading.gguf_file import GgufFile
 from slipstream.models.loading.gguf_place import gguf_path
+from slipstream.models.loading.pairings import located
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,10 @@ class Origin:
         Raises ValueError in one sentence if it names no .gguf file of a folder or the hub, or several.
         """
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        path = gguf_path(source)
-        return (
-            Origin(source, path.parent, {**options, "gguf_file": path.name})
-            if path
-            else Origin(source, source, options)
-        )
+        place = located(source)
+        if path := gguf_path(place):
+            return Origin(source, path.parent, {**options, "gguf_file": path.name})
+        return Origin(source, place, options)
 
     @property
     def gguf(self) -> Path | None:
@@ -54,5 +53,8 @@ class Origin:
 
 
 def source_name(source: Any) -> str | None:
-    """Return the name of a model for messages; None for a loaded model, whose configuration has its name."""
-    return Path(source).name if isinstance(source, Path) else source if isinstance(source, str) else None
+    """Return the short name of a model: of a path its last part, else as given; None for a loaded model."""
+    if not isinstance(source, str | Path):
+        return None
+    path = Path(source).expanduser()
+    return path.resolve().name if isinstance(source, Path) or path.exists() else source

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from slipstream.core.model_options import ModelOptions
 from slipstream.engine.worker import Capacity
+from slipstream.models.loading.origin import source_name
 from slipstream.serve.app import create_app
 from slipstream.serve.cluster.routing import routing_key
 from slipstream.serve.cluster.scale import Scale
@@ -82,7 +83,7 @@ def deploy(arguments: Mapping[str, Any]) -> serve.Application:
     options = dict(arguments)
     scale = Scale.read(options.pop("replicas", 1), options.pop("cpus", None), options.pop("gpus", None))
     room = Capacity(int(options.pop("max_rows", 16)))
-    names = tuple(options.pop("names", ()) or [options.get("target") or "embedded"])
+    names = tuple(options.pop("names", ()) or [source_name(options.get("target")) or "embedded"])
     return application(Recipe(ModelOptions.of(**options), ServeSettings(names), room), scale)
 
 

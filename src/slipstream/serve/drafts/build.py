@@ -14,7 +14,8 @@ from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.hello import VocabularySketch
 from slipstream.drafters.specification import DrafterTerm, Syntax, drafter, parse
 from slipstream.execution.passes import Mode
-from slipstream.models.loading.load import EMBEDDED, find_tokenizer, load_scorer, load_tokenizer
+from slipstream.models.loading.load import find_tokenizer, load_scorer, load_tokenizer
+from slipstream.models.loading.pairings import EMBEDDED
 
 
 @dataclass(frozen=True)
