@@ -31,7 +31,8 @@ class ServerProcess:
     @staticmethod
     def start(*arguments: str, within: float = 120) -> ServerProcess:
         """Start a server with the embedded pair, unless the arguments name another, and wait until it is ready."""
-        return ServerProcess.of(Command("serve", "--port", "0", *arguments), within)
+        pair = () if {"--target", "--plan"} & {*arguments} else ("--target", "embedded")
+        return ServerProcess.of(Command("serve", "--port", "0", *pair, *arguments), within)
 
     @staticmethod
     def of(process: Command | subprocess.Popen[str], within: float = 120) -> ServerProcess:
@@ -104,8 +105,8 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def replicas() -> Iterator[ServerProcess]:
     """Two replicas of the same pair on a Ray cluster of their own."""
-    more = ("--ray", "--replicas", "2", "--max-rows", "2", "--chat-template", str(TEMPLATE))
-    with ServerProcess.of(Command("serve", "--port", "0", *more), 600) as started:
+    more = ("--target", "embedded", "--ray", "--replicas", "2", "--max-rows", "2")
+    with ServerProcess.of(Command("serve", "--port", "0", *more, "--chat-template", str(TEMPLATE)), 600) as started:
         yield started
         assert started.stop() == 0
         assert any("what was begun is finished" in line for line in started.lines)
