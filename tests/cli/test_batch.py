@@ -62,10 +62,6 @@ def test_answers_are_the_engines_in_the_order_of_the_prompts(tmp_path: Path) -> 
     assert "prompt 7: nonsense: no such field is known here" in result.stderr
 
 
-class Killed(BaseException):
-    """What a process that is killed does not live to see."""
-
-
 def test_a_run_goes_on_where_it_was_and_texts_do_not_depend_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +74,7 @@ def test_a_run_goes_on_where_it_was_and_texts_do_not_depend_on_it(
         write(journal, line, answer)
         written.append(line.index)
         if len(written) % 2 == 0:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Journal, "write", write_and_die)
     for _ in range(3):

@@ -58,11 +58,11 @@ folder = Path(sys.argv[1])
 (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
 taken = []
 
-def stop(self, recipe, lines, sink, on_answer):
+def stop(recipe, lines, keep, on_load, progress):
     taken.extend(line.body.get("extra_p") for line in lines)
     raise KeyboardInterrupt
 
-run.Local.run = stop
+run.run = stop
 
 def command(name, *values):
     for file in folder.glob("out*"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -46,11 +48,8 @@ from slipstream.files import TextFileKind, check_writable
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
-    from slipstream.serve.batch.cluster import BatchCluster
-    from slipstream.serve.batch.direct import Direct
     from slipstream.serve.batch.forms import ServerReply
-    from slipstream.serve.batch.lines import BatchLine, LineDefaults
-    from slipstream.serve.batch.run import Local
+    from slipstream.serve.batch.lines import BatchLine, Keep, LineDefaults
     from slipstream.serve.recipe import Recipe
 
 File = Annotated[
@@ -108,12 +107,12 @@ def batch(
     given = read_lines(file, chat)
     facts = _facts(context.params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
-    place = _place(context.params, lines)
+    runner = _runner(context.params, lines)
     with _sink(out, facts, lines, force) as sink:
         tally = BatchCounts(len(lines), len(sink.answered), failed=sink.failed)
         if tally.resumed:
             say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {sink.path}.")
-        code = _run(place, recipe, lines, sink, tally)
+        code = _run(runner, recipe, lines, sink, tally)
     if as_json:
         print(json_text(tally.as_dict()), file=sys.stderr if out == "-" else sys.stdout)
     else:
@@ -231,44 +230,58 @@ def _sink(out: str, facts: dict[str, str], lines: list[BatchLine], force: bool) 
     return Journal(Path(out), facts, columns, force)
 
 
-def _place(params: dict[str, Any], lines: list[BatchLine]) -> Local | Direct | BatchCluster:
-    from slipstream.serve.batch.direct import Direct, beyond
+def _runner(params: dict[str, Any], lines: list[BatchLine]) -> Callable[[Recipe, list[BatchLine], Keep], None]:
+    """Return what answers the lines: the models in this process, with or without the server, or a Ray cluster.
 
+    Raises ValueError for Ray's options without --ray, and for what needs libraries of the server that are missing.
+    """
     if params["ray"]:
         needed("--ray")
-        from slipstream.serve.batch.cluster import BatchCluster
-
         if not find_spec("ray"):
             raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
-        return BatchCluster(params["ray_address"], params["actors"])
+        from slipstream.serve.batch import cluster
+
+        return partial(cluster.run, address=params["ray_address"], actors=params["actors"])
     if params["ray_address"] or params["actors"]:
         raise ValueError("--actors and --ray-address are about a cluster: add --ray.")
+    from slipstream.serve.batch import direct as here
+
     if missing_libraries():
         for line in lines:
-            if what := beyond(line):
+            if what := here.beyond(line):
                 needed(f"prompt {line.index + 1} ({what})")
-        return Direct(lambda engine: tell(engine.notes), say)
-    from slipstream.serve.batch.run import Local
-
-    return Local(lambda engine: tell(engine.notes), say)
+    else:
+        from slipstream.serve.batch import run as here  # type: ignore[no-redef]
+    return partial(here.run, on_load=lambda engine: tell(engine.notes), progress=say)
 
 
 def _run(
-    place: Local | Direct | BatchCluster, recipe: Recipe, lines: list[BatchLine], sink: Any, tally: BatchCounts
+    runner: Callable[[Recipe, list[BatchLine], Keep], None],
+    recipe: Recipe,
+    lines: list[BatchLine],
+    sink: Any,
+    tally: BatchCounts,
 ) -> int:
-    if tally.done == tally.prompts:
-        sink.finish()
-        return 0
+    """Answer the lines that the sink lacks, with a progress bar on a terminal -> the exit code."""
+    from slipstream.serve.batch.forms import refused
+
+    left = [line for line in lines if line.index not in sink.answered]
     with countdown(console(stderr=True), tally.prompts, say) as show:
 
-        def on_answer(line: BatchLine, answer: ServerReply) -> None:
+        def keep(line: BatchLine, answer: ServerReply) -> None:
+            sink.write(line, answer)
             tally.count(answer)
             if answer.error:
                 say(f"prompt {line.index + 1}: {answer.error}")
             show(tally.done, tally.failed)
 
         try:
-            place.run(recipe, lines, sink, on_answer)
+            for line in left:
+                if line.error:
+                    keep(line, refused(line.error))
+            if sound := [line for line in left if not line.error]:
+                runner(recipe, sound, keep)
         except (KeyboardInterrupt, asyncio.CancelledError):
             return INTERRUPTED
+    sink.finish()
     return 0

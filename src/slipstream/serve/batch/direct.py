@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.cache.prefixes import PrefixCache
@@ -13,57 +12,45 @@ from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion, Generation
 from slipstream.serve.batch.forms import PLAIN, ServerReply, refused
-from slipstream.serve.batch.journal import Sink
-from slipstream.serve.batch.lines import BatchLine
+from slipstream.serve.batch.lines import BatchLine, Keep
 from slipstream.serve.recipe import Recipe
 
 OPTIONS = {field: name for name, field in REQUEST_FIELDS.items()}
 """The fields of a line that the engine knows -> its names for them."""
 
 
-@dataclass(frozen=True)
-class Direct:
-    """Runs a batch in this process, as `Local` does, but without an application: for lines of which `beyond` is empty.
-
-    `on_load` is called with the loaded engine, `progress` while loading.
-    """
-
-    on_load: Callable[[Engine], object]
-    progress: Callable[[str], object]
-
-    def run(
-        self,
-        recipe: Recipe,
-        lines: Sequence[BatchLine],
-        sink: Sink,
-        on_answer: Callable[[BatchLine, ServerReply], object],
-    ) -> None:
-        """Answer all lines that the sink lacks; raises as `Local.run` does."""
-        engine, room, texts = recipe.engine(self.progress), recipe.room, dict[int, list[Generation]]()
-        self.on_load(engine)
-        prefixes = PrefixCache(room.cache_bytes) if room.cache_bytes else None
-        left = iter([line for line in lines if line.index not in sink.answered])
-
-        def answer(line: BatchLine, reply: ServerReply) -> None:
-            sink.write(line, reply)
-            on_answer(line, reply)
-
-        with Scheduler(engine.shared_decoder, prefix_cache=prefixes, memory=room.memory) as scheduler:
-            while True:
-                while len(texts) < 2 * room.rows and (line := next(left, None)):
-                    try:
-                        texts[line.index] = _begin(line, engine, scheduler, recipe.settings.lossless)
-                    except Exception as error:  # a chat template may raise anything
-                        answer(line, refused(str(error) or type(error).__name__))
-                if not texts:
-                    break
-                if round := scheduler.step():
-                    by_row = {id(each.row): each for some in texts.values() for each in some}
-                    for place, row in enumerate(round.rows):
-                        by_row[id(row)].record(round, place)
-                for index in [i for i, some in texts.items() if all(one.row and one.row.finish_reason for one in some)]:
-                    answer(lines[index], _reply([each.completion for each in texts.pop(index)]))
-        sink.finish()
+def run(
+    recipe: Recipe,
+    lines: Sequence[BatchLine],
+    keep: Keep,
+    on_load: Callable[[Engine], object],
+    progress: Callable[[str], object],
+) -> None:
+    """Answer lines of which `beyond` is empty, as `batch.run.run` does, but without an application."""
+    engine, room, texts = recipe.engine(progress), recipe.room, list[tuple[BatchLine, list[Generation]]]()
+    on_load(engine)
+    prefixes = PrefixCache(room.cache_bytes) if room.cache_bytes else None
+    left = iter(lines)
+    with Scheduler(engine.shared_decoder, prefix_cache=prefixes, memory=room.memory) as scheduler:
+        while True:
+            while len(texts) < 2 * room.rows and (line := next(left, None)):
+                try:
+                    texts.append((line, _begin(line, engine, scheduler, recipe.settings.lossless)))
+                except Exception as error:  # a chat template may raise anything
+                    keep(line, refused(str(error) or type(error).__name__))
+            if not texts:
+                return
+            if round := scheduler.step():
+                by_row = {id(each.row): each for _, some in texts for each in some}
+                for place, row in enumerate(round.rows):
+                    by_row[id(row)].record(round, place)
+            running = []
+            for line, some in texts:
+                if all(each.row and each.row.finish_reason for each in some):
+                    keep(line, _reply([each.completion for each in some]))
+                else:
+                    running.append((line, some))
+            texts = running
 
 
 def beyond(line: BatchLine) -> str:
@@ -81,8 +68,6 @@ def beyond(line: BatchLine) -> str:
 
 def _begin(line: BatchLine, engine: Engine, scheduler: Scheduler, lossless: bool) -> list[Generation]:
     """Queue the texts of a line. Raises ValueError or TypeError for one that cannot be answered."""
-    if line.error:
-        raise ValueError(line.error)
     options: dict[str, Any] = {OPTIONS[name]: value for name, value in line.body.items() if name in OPTIONS}
     if biases := options.get("logit_bias"):  # as servers write it: -100 forbids a token
         options["logit_bias"] = {int(token): float("-inf") if bias == -100 else bias for token, bias in biases.items()}

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from slipstream.files import WriteError, atomic_write
 from slipstream.serve.batch.forms import ServerReply
@@ -22,30 +22,8 @@ ENDING = ".partial"
 """The ending that the journal's name has after the name of the file of answers."""
 
 
-class Sink(Protocol):
-    """A destination of answers, which come in any order."""
-
-    @property
-    def answered(self) -> set[int]:
-        """The indices of lines that are answered already."""
-        ...
-
-    @property
-    def failed(self) -> int:
-        """The number of answers that are errors."""
-        ...
-
-    def write(self, line: BatchLine, answer: ServerReply) -> None:
-        """Store an answer. Raises OSError if that fails."""
-        ...
-
-    def finish(self) -> None:
-        """Complete the destination; called once all lines are answered."""
-        ...
-
-
 class Printed:
-    """Prints answers as JSON lines, as they come; a later run starts from the beginning."""
+    """Prints answers as JSON lines, as they come, where a `Journal` keeps them; a later run starts anew."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -151,19 +129,19 @@ class Journal:
             header = file.readline()
         if not header.endswith(b"\n") and self._header.startswith(header[:size]):
             return  # empty, or killed while writing the first line
-        facts = _parsed(header)
-        if facts.get(MARK) != VERSION:
+        try:
+            facts = json.loads(header)
+        except ValueError:
+            facts = None
+        if not isinstance(facts, dict) or facts.get(MARK) != VERSION:
             raise ValueError(
                 f"{self.path} is no journal of a batch: move it away, or name another file for the answers."
             )
         if not anew and header.rstrip(b"\n") != self._header:
             expected = json.loads(self._header)
-            other = (
-                " and ".join(name for name in ("settings", "prompts") if facts.get(name) != expected[name]) or "version"
-            )
-            raise ValueError(
-                f"{self.path} was begun with other {other}: give the same to go on, or begin anew with --force."
-            )
+            others = [name for name in ("settings", "prompts") if facts.get(name) != expected[name]] or ["version"]
+            how = "give the same to go on, or begin anew with --force."
+            raise ValueError(f"{self.path} was begun with other {' and '.join(others)}: {how}")
 
     def _read(self) -> int:
         offset = 0
@@ -196,33 +174,21 @@ def write_table(path: Path, records: Iterator[dict[str, Any]], columns: Mapping[
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 
+    def cell(value: Any, kind: str) -> Any:
+        if value is None or kind != "string":
+            return value
+        text = value if isinstance(value, str) else _text(value)
+        return text.encode(errors="backslashreplace").decode()  # lone surrogates, which UTF-8 cannot encode
+
     schema = pyarrow.schema([(name, getattr(pyarrow, kind)()) for name, kind in columns.items()])
     with ParquetWriter(path, schema) as writer:
-        while rows := [_row(record, columns) for record in islice(records, 1000)]:
+        while some := list(islice(records, 1000)):
+            rows = [{name: cell(record.get(name), kind) for name, kind in columns.items()} for record in some]
             writer.write_table(pyarrow.Table.from_pylist(rows, schema))
-
-
-def _row(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    row = {name: record.get(name) for name in columns}
-    texts = {name: value for name, value in row.items() if columns[name] == "string" and value is not None}
-    return row | {name: _sound(value if isinstance(value, str) else _text(value)) for name, value in texts.items()}
-
-
-def _sound(text: str) -> str:
-    """Return the text with lone surrogates, which UTF-8 cannot encode, written as escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _text(value: Any) -> str:
     return json_text(value, ensure_ascii=False)
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat
+from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat, ServerReply
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import FORMS, read_unpacked
 
@@ -44,6 +44,10 @@ class BatchLine:
     def facts(self) -> list[Any]:
         """All fields of the line, as JSON's types."""
         return [self.index, self.id, self.path, dict(self.body), self.form.name, self.error]
+
+
+Keep = Callable[[BatchLine, ServerReply], object]
+"""Stores the answer to a line."""
 
 
 @dataclass(frozen=True)
