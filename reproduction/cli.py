@@ -103,7 +103,7 @@ def reproduce(
 
     Example: python -m reproduction baselines --standins build/standins --out reproduction/paper
 
-    Example: python -m reproduction all --standins build/standins --pairs multi30k --articles news.json --out reproduction/paper
+    Example: python -m reproduction all --standins build/standins --pairs multi30k --out reproduction/paper
     """
     names = _names(what)
     from reproduction.lab import FULL, QUICK, Inputs, Lab

@@ -113,6 +113,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "ray": ("serve.batch.cluster", "serve.cluster.*"),
     "soundfile": ("engine.sounds",),
     "gguf": ("models.loading.gguf", "models.loading.gguf_file"),
+    "peft": ("models.loading.adapters",),
     "huggingface_hub": ("models.loading.gguf_place",),
     "PIL": ("engine.pictures", "serve.pictures"),
 }

@@ -61,7 +61,8 @@ def test_all_sheets_are_on_the_page(out: Path) -> None:
     assert all(made.quick and made.environment and made.rows for made in sheets)
     commands = {made.name: made.command for made in sheets}
     assert (
-        commands["table2"] == "python -m reproduction table2 --standins FOLDER --pairs FOLDER --quick --out reproduction/paper"
+        commands["table2"]
+        == "python -m reproduction table2 --standins FOLDER --pairs FOLDER --quick --out reproduction/paper"
     )
     assert {file.name for file in out.glob("*.svg")} == {"figure5.svg", "gamma.svg", "iid.svg"}
     assert "<html>" in (out / "figure1.html").read_text(encoding="utf-8")

@@ -473,9 +473,9 @@ def test_what_may_not_be_read_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch, 
         load_model(tmp_path)
 
 
-def test_adapters_files_and_no_name_are_no_models(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    for source, fault in ((tmp_path, "an adapter"), (tmp_path / "adapter_config.json", "is a file"), ("", "is empty")):
+def test_files_and_no_name_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "config.txt").write_text("{}")
+    for source, fault in ((tmp_path, "no config.json"), (tmp_path / "config.txt", "is a file"), ("", "is empty")):
         with pytest.raises(ValueError, match=fault):
             load_model(source)
 

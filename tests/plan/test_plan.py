@@ -731,6 +731,7 @@ MEASURED: dict[str, list[str]] = {  # what only a measurement uses
     "--device-map": ["--device-map", "auto"],
     "--encoder-dtype": ["--encoder-dtype", "float32"],
     "--kv-dtype": ["--kv-dtype", "int8"],
+    "--adapter": ["--adapter", "folder"],
     "--activations": ["--activations", "float"],
     "--generation-config": ["--generation-config", "none"],
     **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code", "--dequantize")},

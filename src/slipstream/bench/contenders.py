@@ -93,7 +93,8 @@ def untouched(scorer: HasModel) -> Any:
         return model
     name = model.config.name_or_path
     plain = {"dequantize": True} if Path(name).suffix == ".gguf" else {}
-    return load_model(name, model.dtype, str(model.device), encoder_dtype(model), **plain)
+    adapted = {"adapter": model.adapter} if hasattr(model, "adapter") else {}
+    return load_model(name, model.dtype, str(model.device), encoder_dtype(model), **plain, **adapted)
 
 
 def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rounds) -> Contender:

@@ -113,6 +113,9 @@ class ModelOptions:
     dequantize: bool = model_option(
         False, "target", "Load the weights of a quantized checkpoint as plain numbers.", "", bool
     )
+    adapter: Any = model_option(
+        None, "target", "A LoRA adapter, merged into the target's weights: a folder or hub name.", "DIR"
+    )
     kv_dtype: str | None = model_option(
         None,
         "target",

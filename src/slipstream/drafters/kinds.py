@@ -80,7 +80,7 @@ def build_model(
     `loading` are the options of `_load`.
     """
     scorer = _load(context, source, context.kept_tokens(draft_vocab), **loading)
-    tokenizer = find_tokenizer(source)
+    tokenizer = find_tokenizer(source, adapter=loading.get("adapter"))
     _refuse_reader(context.target, scorer)
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
         if draft_vocab:
@@ -99,10 +99,11 @@ def _load(
     dtype: str | None = None,
     device: str | None = None,
     quantize: Precision | None = None,
+    **adapter: Any,
 ) -> AnyScorer:
     """Load a draft model, by default as the target was; `quantize` quantizes its weights, not the target's."""
     how = (dtype or context.dtype, device or context.device, replace(context.mode, precision=quantize))
-    return load_scorer(source, *how, kept)
+    return load_scorer(source, *how, kept, **adapter)
 
 
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
@@ -322,7 +323,7 @@ def _about_server(settings: Settings, peer: str, fault: str) -> str:
 CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
 PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
 OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
-EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "quantize": Precision.read, "ahead": switch}
+EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "quantize": Precision.read, "ahead": switch, "adapter": str}
 MODEL: dict[str, Callable[[str], Any]] = {**EMBEDDED_MODEL, "vocabulary": str}
 LOOKUP: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),

@@ -29,6 +29,7 @@ from slipstream.drafters.kinds import ALIASES, KINDS, MODELS, QUANTIZED, build_m
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import tree_shape
 from slipstream.kernels.quantization import Precision
+from slipstream.models.loading.adapters import merged
 from slipstream.models.loading.load import find_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
 
@@ -101,7 +102,7 @@ def drafter(source: Any, context: BuildContext) -> Drafter:
         if context.tree:
             raise ValueError("tree=... goes with a model; a Drafter is used as it is: leave one of them out.")
         return source
-    return build_model(context, source)
+    return build_model(context, merged(source))
 
 
 def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads, use_threads
+from slipstream.models.loading.adapters import merged
 from slipstream.models.loading.load import find_tokenizer
 from slipstream.models.loading.origin import source_name
 from slipstream.models.loading.pairings import draft_of, located, pairing_of
@@ -42,9 +43,10 @@ def load(
     """Load a target and a draft -> an Engine that generates text with them.
 
     The target is a hub name, a folder, a .gguf file, a name of `models.loading.pairings` ("smollm2") or a loaded model;
-    without one, the embedded pair is loaded. The draft is a model too, another specification ("lookup", "ngram:FILE",
-    ...: `slipstream.drafters.specification`) or a Drafter; without one, a named target has the draft that is declared
-    for it ("plain": none), and any other decodes plainly. `gamma` tokens (5) are drafted per round; "auto" chooses the
+    without one, the embedded pair is loaded. A LoRA adapter (in its place, beside it as `adapter`, or a model of peft)
+    is merged into a copy of its weights. The draft is a model too, another specification ("lookup", "ngram:FILE", ...:
+    `slipstream.drafters.specification`) or a Drafter; without one, a named target has the draft that is declared for it
+    ("plain": none), and any other decodes plainly. `gamma` tokens (5) are drafted per round; "auto" chooses the
     number by measured times, and a controller may choose it too. Instead of `gamma`, a `tree` gives the candidates per
     level, e.g. (3, 2, 1). `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma
     tokens. A `plan` (or its file) supplies what is not given here: target, draft, gamma by the number of rows in the
@@ -93,7 +95,7 @@ def load(
     if made := _read_plan(how.plan, how.target):
         how = how.over(made.models)
     place, dtype = alone(how.target, how.dtype)
-    target, draft = place if how.target is None else how.target, draft_of(how.target, how.draft)
+    target, draft = place if how.target is None else merged(how.target), draft_of(how.target, how.draft)
     how = replace(how, target=target, draft=draft, dtype=dtype)
     shape, chosen = read_tree(how.tree, how.gamma, draft), BLOCK if how.verify is None else rule(how.verify)
     shape = _with_paths(shape, chosen, steering := _controller(how.tree, how.gamma, made), draft)
@@ -102,7 +104,9 @@ def load(
     packed, precision = False if how.exact_shape else None, _precision(how.quantize)
     mode = Mode(how.compile, packed, progress=progress, precision=precision, kv_dtype=how.kv_dtype)
     scorer = target_scorer(how, mode)
-    tokenizer = find_tokenizer(target, how.trust_remote_code) if how.tokenizer is None else how.tokenizer
+    tokenizer = how.tokenizer
+    if tokenizer is None:
+        tokenizer = find_tokenizer(target, how.trust_remote_code, how.adapter)
     if made:
         made.check_target(None, scorer.vocab)
     own = Defaults.of(scorer.model, tokenizer, AUTO if how.generation_config is None else how.generation_config)
@@ -111,7 +115,7 @@ def load(
     context = BuildContext(scorer, tokenizer, dtype, how.device, shape, mode=ahead, independent=bool(chosen.paths))
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=how.batch_size, verification=verification)
-    media, notes = _media(target, scorer, how.processor)
+    media, notes = _media(scorer, how.processor)
     notes += [*_notes(context, decoder, media is not None, proposes=draft is made is None), *own.notes]
     exact = how.exact_shape and draft is not None
     engine = Engine(decoder, tokenizer, own.eos, chosen, exact, notes, framing, media, own)
@@ -136,7 +140,7 @@ def _with_paths(
     return paths_shape(chosen.paths, steering.most, shape)
 
 
-def _media(target: Any, scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str]]:
+def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str]]:
     """Return the processor of images and sounds for a target (None: text only), and notes about media it cannot read.
 
     Raises ValueError if `processor` is given and the target reads text only, or does not work with it.
@@ -151,7 +155,7 @@ def _media(target: Any, scorer: Any, processor: Any) -> tuple[MediaProcessor | N
             try_media(scorer, media, modality)
         return media, []
     try:
-        media, faults = MediaProcessor.of(target, scorer.model), list[str]()
+        media, faults = MediaProcessor.of(scorer.model), list[str]()
     except ValueError as error:
         return None, [f"{scorer.name} reads {only(frozenset())} here: {error}"]
     for modality in sorted(media.modalities):
@@ -169,7 +173,8 @@ def _notes(context: BuildContext, decoder: Decoder, reads_media: bool, proposes:
     proposed = self_draft_proposal(decoder.target) if proposes else []
     drafts = decoder.scorers[1:] if reads_media else ()
     limits = [f"{each.name} reads no images and sounds, but the texts around them." for each in drafts]
-    return [*context.notes, *limits, *as_they_are(decoder.target, context.mode), *proposed]
+    read = (note for each in decoder.scorers for note in getattr(getattr(each, "model", None), "notes", ()))
+    return [*context.notes, *limits, *as_they_are(decoder.target, context.mode), *dict.fromkeys(read), *proposed]
 
 
 def _precision(quantize: str | Precision | None) -> Precision | None:

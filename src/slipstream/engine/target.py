@@ -54,11 +54,8 @@ def _check(how: ModelOptions) -> None:
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:
-    """List sentences for the user on how the weights were read, and if they stay unpacked as the model is in parts."""
-    why, notes = why_in_parts(scorer.model), list(getattr(scorer.model, "notes", ()))
+    """List a sentence for the user if the weights stay unpacked as the model is in parts."""
+    why = why_in_parts(scorer.model)
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
-        return notes
-    return [
-        *notes,
-        f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}.",
-    ]
+        return []
+    return [f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}."]

@@ -19,6 +19,7 @@ from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linea
 from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
 from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
+from slipstream.kernels.stored_codes import StoredLinear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave out the padding
@@ -187,8 +188,8 @@ class QuantizedLinear(PackedLinear):
 
     def plain_weight(self) -> Tensor:
         """Return the weight that the codes stand for, in float32."""
-        weight = quantized_rows(torch.arange(self.out_features), self.panels, self.precision.bits, self.in_features)
-        return weight if self.order is None else weight[:, self.order.argsort()]
+        shape = (self.out_features, self.in_features)
+        return StoredLinear(self.precision, self.panels, shape, self.order).weight()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from slipstream.kernels.cpu import quantized_rows
 from slipstream.kernels.quantization import GROUP, GROUPS, Codes, Precision, QuantizedPanels
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -31,6 +32,12 @@ class StoredLinear:
     panels: QuantizedPanels
     shape: tuple[int, int]  # features and inputs
     order: Tensor | None = None
+
+    def weight(self) -> Tensor:
+        """Return the weight that the codes stand for, in float32."""
+        features, inputs = self.shape
+        weight = quantized_rows(torch.arange(features), self.panels, self.precision.bits, inputs)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ THEIRS = ("model", LOOKUP)
 def export(plan: Plan, engine: str) -> str:
     """Return the plan for one of `ENGINES`, as text. Raises ValueError for others, and for drafts they do not have."""
     check_export(engine, plan.models.target)
+    if plan.models.adapter:
+        raise ValueError(f"{engine} would need a model with its adapter merged: save one, and plan for that.")
     if plan.models.draft is not None and _part(plan.models.draft).kind not in THEIRS:
         raise ValueError(
             f"a draft like {plan.models.draft} is ours alone: {engine} drafts with models and by prompt lookup."

@@ -169,6 +169,20 @@ def test_numbers_stay_what_they_are(format: str, dtype: torch.dtype, tmp_path: P
         assert torch.equal(interleaved(name, loaded.get_parameter(name)).float(), weight)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_changes_dequantized_weights_and_the_notes_say_so(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    written(plain(), tmp_path / "tiny.gguf", "Q4_0")
+    base, other = (load_model(tmp_path / "tiny.gguf", dequantize=True) for _ in range(2))
+    adapted = peft.get_peft_model(other, peft.LoraConfig(lora_alpha=64))
+    for name, weight in adapted.named_parameters():
+        weight.data += 0.1 if "lora" in name else 0
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
+    found, wanted = load_model(tmp_path / "tiny.gguf", adapter=tmp_path), adapted.merge_and_unload()(TEXT).logits
+    assert torch.equal(found(TEXT).logits, wanted) and not torch.equal(base(TEXT).logits, wanted)
+    assert any("Q4_0 were dequantized" in note for note in found.notes)
+
+
 def test_a_format_without_a_kernel_is_dequantized_and_named(tmp_path: Path) -> None:
     stands_for = written(plain(width=256), tmp_path / "tiny.gguf", "IQ2_XS")
     engine = slipstream.load(tmp_path / "tiny.gguf")

@@ -224,6 +224,8 @@ def test_a_checkpoint_says_what_its_codes_stand_for(case: Case, tmp_path: Path) 
         assert torch.equal(layer.plain_weight(), want.get_submodule(name).weight), name  # by bits
     assert gap(want, got) < NEAR
     assert gap(plain(), got) > NEAR  # the weights before they were quantized
+    numbers = load_model(tmp_path, dequantize=True)
+    assert all(torch.equal(numbers.get_parameter(name), weight) for name, weight in want.named_parameters())
 
 
 @every

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def processor(model: Any) -> MediaProcessor:
-    return MediaProcessor.of(Path(model.config.name_or_path), model)
+    return MediaProcessor.of(model)
 
 
 @pytest.mark.parametrize("modality", Modality)

@@ -40,6 +40,7 @@ from slipstream.engine.transformers_hook.call import (
     withheld,
 )
 from slipstream.models.causal import CausalScorer
+from slipstream.models.loading.adapters import merged
 from slipstream.models.loading.load import load_model
 
 Source: TypeAlias = str | Path | PreTrainedModel
@@ -103,7 +104,7 @@ class CustomGenerate:
 
     def __init__(self, draft: Source, controller: Controller, rule: Rule, seed: int | None) -> None:
         self.stats = Stats()
-        self._source, self._controller, self._rule, self._seed = draft, controller, rule, seed
+        self._source, self._controller, self._rule, self._seed = merged(draft), controller, rule, seed
         self._forget()
 
     __signature__ = SignatureWithTokenizer()

@@ -30,6 +30,7 @@ TOKENIZER_RECORDS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_
 """The files of a tokenizer that hold one JSON object each."""
 
 TOKENIZER_FILES = (*TOKENIZER_RECORDS, "tokenizer.model", "spiece.model", "source.spm", "vocab.txt", "tekken.json")
+ADAPTER = "adapter_config.json"
 BINARIES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PICKLES = (
     "its weights are pickles (.bin) that are damaged or hold more than tensors, so they are not opened; "
@@ -73,8 +74,10 @@ def _missing(path: Path) -> str | None:
         return "there is no such folder"
     if (path / "config.json").is_file() or files_in(path):
         return None
-    if (path / "adapter_config.json").is_file():
-        return "the folder holds an adapter and no model: merge it into its model first, and name that folder"
+    if (path / ADAPTER).is_file():
+        return None if find_spec("peft") else "an adapter needs another package: pip install 'slipstream[adapters]'"
+    if adapters := ", ".join(sorted(each.parent.name for each in path.glob(f"*/{ADAPTER}"))):
+        return f"the folder has no config.json, but adapters in folders of their own ({adapters}): name one of those"
     return "the folder has no config.json and no .gguf file"
 
 

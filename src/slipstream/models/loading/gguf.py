@@ -263,9 +263,9 @@ def _notes(name: str, weights: GgufWeights, reading: Reading) -> list[str]:
             f"{name} multiplies inputs rounded to 8 bits, as llama.cpp does; activations='float' "
             "(--activations float) leaves them unrounded."
         )
-    if weights.dequantized and not reading.dequantize:
-        formats = ", ".join(sorted(weights.dequantized))
-        notes.append(f"weights of {name} in {formats} have no kernel, and were dequantized.")
+    if weights.dequantized:
+        formats, why = ", ".join(sorted(weights.dequantized)), "" if reading.dequantize else " have no kernel, and"
+        notes.append(f"weights of {name} in {formats}{why} were dequantized.")
     return notes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.kernels.threads import use_threads
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import first_sentence, refuse_unsupported
+from slipstream.models.loading.adapters import read_adapter, with_adapter
 from slipstream.models.loading.cut_head import with_kept_tokens
+from slipstream.models.loading.dropped_tensors import read_record
 from slipstream.models.loading.encoder_dtype import with_encoder_dtype
 from slipstream.models.loading.faults import (
     has_tokenizer,
@@ -70,25 +73,29 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model by its hub name, folder or .gguf file; a loaded model is returned as it is.
 
-    With `encoder_dtype`, it is a twin whose encoder has that type. `kwargs` go to `from_pretrained` (quantization,
-    `device_map`, ...). Weights that are stored in codes multiply inputs rounded to 8 bits, or inputs as they are with
-    activations="float"; with `dequantize=True` they become plain numbers. Code that comes with a model runs only with
-    `trust_remote_code=True`. `device` defaults to the GPU if there is one. A loaded model stays where it is unless
-    `device` is given. Raises ValueError in one sentence if there is no such model, or if its encoder cannot have a type
-    of its own.
+    With `encoder_dtype`, it is a twin whose encoder has that type. An `adapter` (or one in place of the source) is
+    merged into its weights, dequantized if need be; into a copy of a loaded model. `kwargs` go to `from_pretrained`
+    (quantization, `device_map`, ...). Weights that are stored in codes multiply inputs rounded to 8 bits, or inputs as
+    they are with activations="float"; with `dequantize=True` they become plain numbers. Code that comes with a model
+    runs only with `trust_remote_code=True`. `device` defaults to the GPU if there is one. A loaded model stays where it
+    is unless `device` is given. Raises ValueError in one sentence if there is no such model, or if its encoder cannot
+    have a type of its own.
     """
     if encoder_dtype is not None:
         own = _dtype("encoder_dtype", encoder_dtype)
         return with_encoder_dtype(load_model(source, dtype, device, **kwargs), own)
-    place = usable_device(device)
+    place, adapter = usable_device(device), kwargs.pop("adapter", None)
     if isinstance(source, PreTrainedModel):
         if kwargs:
             raise TypeError(f"unknown option {', '.join(sorted(kwargs))}: a loaded model is used as it is.")
-        return source.to(place) if device else source
+        model = with_adapter(copy.deepcopy(source), adapter) if adapter else source
+        return model.to(place) if device else model
     use_threads()
     refuse_missing(source)  # a .gguf file is no folder, but holds a model
-    origin = Origin.of(source, kwargs.pop("trust_remote_code", False))
-    reading = Reading(kwargs.pop("activations", INT8), kwargs.pop("dequantize", False))
+    origin = Origin.of(source, kwargs.pop("trust_remote_code", False), adapter)
+    reading = Reading(kwargs.pop("activations", INT8), kwargs.pop("dequantize", origin.adapter is not None))
+    if origin.adapter:
+        read_adapter(origin.adapter)  # which may be refused, before the model is read
     wanted, kind = "auto" if dtype == "auto" else _dtype("dtype", dtype), _kind(origin)
     try:
         model, about = _read(kind, origin, place, wanted, reading, kwargs)
@@ -96,7 +103,8 @@ def load_model(
         raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.file, error)}.") from error
     refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
-    return model if placed else model.to(place)
+    model = model if placed else model.to(place)
+    return with_adapter(model, origin.adapter) if origin.adapter else model
 
 
 def _read(
@@ -108,13 +116,13 @@ def _read(
     """
     try:
         stored = stored_quantization(origin, place, options)
-        if stored and not reading.dequantize:
+        if stored:
             return load_quantized(kind, origin, stored, dtype, reading, options)
         if (loaded := load_gguf(kind, origin, place, dtype, reading, options)) is not None:
             return loaded
     except UnreadFormat as unread:
         leave_to_transformers(origin, unread)
-    if reading != Reading() and not origin.gguf:
+    if reading != Reading() and not origin.gguf and not origin.adapter:
         raise ValueError("activations= and dequantize= are for quantized weights that are read from their own codes")
     loaded_plain: Loaded = kind.from_pretrained(
         origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options
@@ -226,15 +234,19 @@ def _sees_images(config: Any) -> bool:
     return not names.isdisjoint(config.architectures or ())
 
 
-def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. Raises ValueError in one sentence if there is none."""
+def load_tokenizer(
+    source: str | Path | PreTrainedModel, trust_remote_code: bool = False, adapter: str | Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of an adapter if it has one, else of its model. Raises ValueError in one sentence if none."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     if not name and isinstance(source, str):
         raise ValueError("cannot load a tokenizer: the name of its model is empty.")
     if not name:
         raise ValueError("the loaded model does not know its name; pass tokenizer=... as well.")
-    origin = Origin.of(name, trust_remote_code)
+    origin = Origin.of(name, trust_remote_code, adapter)
     try:
+        if origin.adapter and read_record(origin.adapter, "tokenizer_config.json"):
+            return AutoTokenizer.from_pretrained(origin.adapter, **{**origin.options, "gguf_file": None})
         if origin.gguf:
             return tokenizer_of(GgufFile.read(origin.gguf))
         return AutoTokenizer.from_pretrained(origin.place, **origin.options)
@@ -244,12 +256,12 @@ def load_tokenizer(source: str | Path | PreTrainedModel, trust_remote_code: bool
 
 
 def find_tokenizer(
-    source: str | Path | PreTrainedModel, trust_remote_code: bool = False
+    source: str | Path | PreTrainedModel, trust_remote_code: bool = False, adapter: str | Path | None = None
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer stored with a model; None if there is none. Raises ValueError for a damaged one."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     try:
-        return load_tokenizer(source, trust_remote_code)
+        return load_tokenizer(source, trust_remote_code, adapter)
     except ValueError as error:
         if name and has_tokenizer(name):
             raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error

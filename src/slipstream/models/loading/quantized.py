@@ -107,6 +107,8 @@ def load_quantized(
         model_class = type(kind.from_config(config))
     model, about = assembled(model_class, config, tensors, stored, wanted, reading, options)
     model.config.name_or_path = str(origin.place)
+    if reading.dequantize:
+        model.notes = [f"the quantized weights of {origin.place} were dequantized."]
     with suppress(OSError):  # a checkpoint without a generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(origin.place)
     return model, about
@@ -127,6 +129,8 @@ def assembled(
     A head that is tied to embeddings in codes reads the same codes. Raises ValueError, whose message is only the fault,
     if transformers did not put a layer in its place.
     """
+    if reading.dequantize:
+        tensors, stored = tensors | {f"{name}.weight": layer.weight() for name, layer in stored.items()}, {}
     # Weights of the layers' shapes that take no memory, which mark the layers' places in the model.
     blanks = {name: torch.zeros((), dtype=dtype).expand(layer.shape) for name, layer in stored.items()}
     weights = tensors | {f"{name}.weight": blank for name, blank in blanks.items()}

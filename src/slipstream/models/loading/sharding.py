@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.families import allowed_gap, first_sentence
 from slipstream.models.loading.load import load_model
+from slipstream.models.loading.origin import Origin
 from slipstream.models.loading.twins import logits_gap
 from slipstream.models.tiny import tiny_config, tiny_model
 
@@ -24,11 +25,11 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Load this rank's part of a model, by hub name or folder; all `size` ranks call this together.
 
-    With accelerate every rank reads its own part of the checkpoint; without, each reads all of it on the CPU and keeps
-    its part. Raises ValueError in one sentence for a model that cannot be divided.
+    With accelerate every rank reads its own part of the checkpoint; without, or with an adapter, each reads all of it
+    on the CPU and keeps its part. Raises ValueError in one sentence for a model that cannot be divided.
     """
     try:
-        if find_spec("accelerate"):
+        if find_spec("accelerate") and not Origin.of(source, adapter=options.get("adapter")).adapter:
             model = load_model(source, dtype, distributed_config=_settings(plan), **options)
         else:
             model = shard(load_model(source, dtype, "cpu", **options), plan)

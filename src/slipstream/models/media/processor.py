@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,11 +99,10 @@ class MediaProcessor:
     placeholders: Mapping[Modality, int]
 
     @staticmethod
-    def of(source: Any, model: Any) -> MediaProcessor:
-        """Return the processor of a model, given by name or folder, or loaded. Raises ValueError if it has none."""
-        name = source if isinstance(source, str | Path) else model.config.name_or_path
+    def of(model: Any) -> MediaProcessor:
+        """Return the processor that is stored with a model. Raises ValueError if it has none."""
         try:
-            processor = load_processor(name)
+            processor = load_processor(model.config.name_or_path)
         except Exception as error:  # of any type, depending on the files and on what is installed
             reason = " ".join(str(error).split())
             raise ValueError(f"its processor cannot be loaded: {reason[:300]}") from error
