@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slipstream.serve import messages, response_schema, schema
+from slipstream.serve.routes import audio
 
 BODIES = {
     "/v1/completions": schema.CompletionRequest,
@@ -14,6 +15,8 @@ BODIES = {
     "/infill": schema.InfillRequest,
     "/v1/responses": response_schema.ResponsesRequest,
     "/v1/messages": messages.MessagesRequest,
+    "/v1/audio/...": audio.AudioForm,
+    "/tokenize": schema.TokenizeRequest,
 }
 
 ALIKE = ("/v1/completions", "/v1/chat/completions", "/infill")
@@ -57,7 +60,7 @@ def rows() -> Iterator[str]:
         yield row(f"`{path}`", (", ".join(text for text in column.values() if text not in told) for column in columns))
     inner: dict[tuple[str, ...], set[str]] = {}
     for name, each in sorted(
-        (name, each) for described in bodies.values() for name, each in described["$defs"].items()
+        (name, each) for described in bodies.values() for name, each in described.get("$defs", {}).items()
     ):
         without, only = (", ".join(column.values()) for column in kinds(each)[1:])
         inner.setdefault((without, only), set()).add(name)

@@ -99,6 +99,10 @@ def test_long_sound_is_read_in_windows_and_other_rates_are_converted(listening: 
     with listening.http() as http:
         answer = http.post("/v1/audio/translations", files={"file": ("x.wav", sound(0.2))}, data={"model": "w"})
         assert answer.json()["text"]
+        more = {"language": "null", "temperature": "", "user": "x", "chunking_strategy": "auto"}
+        same = http.post("/v1/audio/translations", files={"file": ("x.wav", sound(0.2))}, data=more)
+        assert same.json() == answer.json()
+        assert same.headers["x-slipstream-ignored"] == "user, chunking_strategy"
 
 
 @pytest.mark.parametrize(

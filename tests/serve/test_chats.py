@@ -64,6 +64,31 @@ def test_tools_that_the_template_ignores_are_refused(engine: slipstream.Engine, 
         assert caught.value.param == "tools"
 
 
+def test_messages_that_clients_send_back_are_read(engine: slipstream.Engine, template: Any) -> None:
+    template(
+        "{% for m in messages %}[{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}]{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [{"type": "refusal", "refusal": "no"}, {"type": "text", "text": "yes"}]
+    more = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    [ticket] = ask(engine, messages=[*CHAT["messages"], *more, {"role": "assistant", "content": said}]).tickets
+    assert engine.decode(ticket.generation.request.prompt).endswith('[{"a": 1}][][no\nyes]')
+
+
+def test_errors_name_what_was_sent(engine: slipstream.Engine, template: Any) -> None:
+    template(WITHOUT_TOOLS)
+    with pytest.raises(BadRequest) as caught:
+        ask(engine, chat_template_kwargs={"messages": "x"})
+    assert caught.value.param == "chat_template_kwargs"
+    template("")
+    with pytest.raises(BadRequest, match="which tiny knows"):
+        ask(engine, "input", (4096,))
+
+
 def test_a_request_that_no_chat_can_be_is_a_400() -> None:
     with pytest.raises(BadRequest, match="top_p") as caught:
         ChatRequest.of({**CHAT, "top_p": 0.0})

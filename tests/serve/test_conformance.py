@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.core.failures import FailureGroup
+from schemathesis.core.failures import AcceptedNegativeData, FailureGroup
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -24,13 +25,26 @@ from schemathesis.specs.openapi.checks import (
 
 from serve.conftest import ServerProcess
 
+
+def what_is_invalid_is_rejected(context: Any, response: Any, case: Any) -> Any:
+    """schemathesis' check; it takes a value that one form of a union forbids for invalid, though another takes it."""
+    try:
+        return negative_data_rejection(context, response, case)
+    except AcceptedNegativeData:
+        raw = case.operation.schema.raw_schema
+        [content] = raw["paths"][case.path]["post"]["requestBody"]["content"].values()
+        schema = {**content["schema"], "components": raw["components"]}
+        if not jsonschema_rs.validator_for(schema).is_valid(case.body):
+            raise
+
+
 CHECKS: Any = [
     not_a_server_error,
     status_code_conformance,
     content_type_conformance,
     response_headers_conformance,
     response_schema_conformance,
-    negative_data_rejection,
+    what_is_invalid_is_rejected,
 ]
 LENGTHS = {
     "/v1/completions": "max_tokens",

@@ -103,6 +103,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**CHAT, "\ud800" * 9000: 1}, ("\\ud800" * 11)[:64], "leave it out."),
     ({**CHAT, "{x}": 1}, "{x}", "leave it out."),
     ({}, "messages", "Field required."),
+    ({**CHAT, "tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "should be 'function'"),
+    ({**CHAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type", "be 'function'"),
     (
         {"messages": [{"role": "user", "content": 5}]},
         "messages[0].content",
@@ -113,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (content({"type": "text", "text": "x", "txt": 1}), f"{PART}.txt", "did you mean text?"),
     (content({"type": "image_url", "image_url": {"url": 5}}), f"{PART}.image_url.url", "valid string."),
     (content({"type": "image_url", "image_url": {}}), f"{PART}.image_url.url", "Field required."),
-    (content({"type": "film"}), f"{PART}.type", "possible is 'text', 'image_url', 'input_audio'."),
+    (content({"type": "film"}), f"{PART}.type", "possible is 'text', 'refusal', 'image_url', 'input_audio'."),
     (content({}), f"{PART}.type", "missing."),
     (content(5), PART, "object"),
     ({**CHAT, "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "Field required."),

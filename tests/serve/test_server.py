@@ -70,9 +70,14 @@ def test_texts_become_tokens_and_back(server: ServerProcess, engine: slipstream.
         found = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
         assert tuple(found["tokens"]) == engine.encode(PROMPT) and found["count"] == len(found["tokens"])
         assert len(found["token_strs"]) == found["count"]
-        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": PROMPT}
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == PROMPT
+        pieces = http.post("/tokenize", json={"content": PROMPT, "with_pieces": True}).json()["tokens"]
+        told = zip(found["tokens"], found["token_strs"], strict=True)
+        assert pieces == [{"id": token, "piece": text} for token, text in told]
         chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
         assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"].startswith("# user: x")
+        bare = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+        assert http.post("/tokenize", json=bare).json()["count"] < chat["count"]
         assert http.post("/tokenize", json={}).json()["error"]["param"] == "prompt"
         assert http.post("/detokenize", json={"tokens": [1 << 30]}).json()["error"]["param"] == "tokens"
 

@@ -28,8 +28,8 @@ TOOL = {
 """A tool to render a template with, to see whether it writes tools."""
 
 WITHHELD = (
-    *("conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
+    *("conversation", "messages", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
 )
 """Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set."""
 

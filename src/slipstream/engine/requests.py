@@ -150,7 +150,8 @@ def _chat(chat: Chat, where: str) -> Chat:
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise ValueError(f"template_kwargs of {where} is {shown(variables)}, but it is a dict of names and values.")
     if withheld := [name for name in WITHHELD if name in variables]:
-        raise ValueError(f"template_kwargs of {where} sets {withheld[0]}, which is not for the template: leave it out.")
+        message = f"template_kwargs of {where} sets {withheld[0]}, which is not for the template: leave it out."
+        raise OptionError("template_kwargs", message)
     tools = None if chat.tools is None else listed(chat.tools, f"tools of {where}", "they are a list of tools")
     return replace(chat, messages=[_message(each, where) for each in messages], tools=tools)
 
@@ -183,7 +184,8 @@ def _message(message: Message, where: str) -> dict[str, Any]:
         content = [_part(part, where) for part in content or ()]
     elif in_parts:
         content = "\n".join(part["text"] for part in content or ())
-    complete = isinstance(content, str) or in_parts or (content is None and message.get("role") == "assistant")
+    left_out = content is None and message.get("role") in ("assistant", "tool")
+    complete = isinstance(content, str) or in_parts or left_out
     if not isinstance(message.get("role"), str) or not complete:
         raise ValueError(
             f'{where} holds {shown(message)}, but a message of a chat has a "role" and a "content", which is a '

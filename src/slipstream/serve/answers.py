@@ -291,19 +291,27 @@ class Models(Answer):
     data: list[Model]
 
 
+class TokenPiece(Answer):
+    """A token and its text."""
+
+    id: int
+    piece: str
+
+
 class Tokenized(Answer):
     """The tokens of a text, and their number."""
 
     count: int
     max_model_len: Sometimes[int] = None
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: Sometimes[list[str]] = None
 
 
 class Detokenized(Answer):
-    """The text of tokens."""
+    """The text of tokens, under vLLM's name and llama.cpp's."""
 
     prompt: str
+    content: str
 
 
 class Health(Answer):

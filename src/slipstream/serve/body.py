@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -82,8 +82,9 @@ class Body(BaseModel):
         """Read the model's own fields, after the other ones were checked and taken out."""
         if not isinstance(data, dict):
             return handler(data)
-        own, ignored = _names(cls), []
-        fields = {}
+        own, ignored, fields = _names(cls), [], {}
+        if (kinds := _kinds(cls)) and data.get("type", kinds[0]) not in (None, *kinds):
+            return handler({name: value for name, value in data.items() if name in own})  # the others are that kind's
         for name, value in data.items():
             if value is None:
                 continue
@@ -117,6 +118,12 @@ def ignored(body: Any, path: str = "") -> Iterator[str]:
 @cache
 def _names(model: type[Body]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
+
+
+@cache
+def _kinds(model: type[Body]) -> tuple[Any, ...]:
+    """Return what the field `type` of a model may be; () if it has none."""
+    return get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
 def _check_other(name: str, value: Any, model: type[Body]) -> None:

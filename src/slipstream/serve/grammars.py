@@ -47,7 +47,7 @@ def _made(
 
 def _by_format(form: ResponseFormat, grammars: Grammars) -> Grammar:
     if form.type == "json_object":
-        return grammars.json_object()
+        return grammars.json_object() if form.schema_ is None else grammars.json_schema(form.schema_)
     if form.json_schema is None or form.json_schema.schema_ is None:
         raise ValueError("response_format of type json_schema needs json_schema.schema, the schema itself.")
     return grammars.json_schema(form.json_schema.schema_)

@@ -53,7 +53,10 @@ class JsonRoute(APIRoute):
         model = self.body_field.field_info.annotation if self.body_field else None
 
         async def handle(request: Request) -> Response:
-            if isinstance(model, type) and issubclass(model, BaseModel) and _is_json(request):
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                if not _is_json(request):
+                    given = request.headers.get("content-type")
+                    raise BadRequest(f"the body comes with the content-type {given!r}: send it as application/json.")
                 request = await _read(request, model)
             return await handler(request)
 

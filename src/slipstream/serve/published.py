@@ -64,6 +64,8 @@ CHAT: Others = {
     **_any("reasoning_format"),
 }
 
+TOKENIZE: Others = {**_only((True,), "parse_special"), **_only((), "chat_template mm_processor_kwargs")}
+
 STREAM_OPTIONS: Others = _any("include_obfuscation")
 
 PART: Others = _DECORATION | _any("annotations logprobs id index")
@@ -110,6 +112,16 @@ MESSAGES: Others = {
 
 ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by")
 """Those of an item in the input of /v1/responses."""
+
+AUDIO: Others = {
+    **_any("user"),
+    **_only(("auto",), "chunking_strategy"),
+    **_only(("false",), "stream"),
+    **_only(
+        (), "prompt hotwords include[] known_speaker_names[] known_speaker_references[] seed to_language vad_filter"
+    ),
+}
+"""Those of the forms of /v1/audio, whose values are texts."""
 
 TEXT_SETTINGS: Others = _only(("medium",), "verbosity")
 REASONING_SETTINGS: Others = _any("summary generate_summary context")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, create_model, model_validator
+from pydantic import Field, ValidationError, create_model, model_serializer, model_validator
 
 from slipstream.core.options import OPTIONS, Bounds, Option
 from slipstream.serve import published
@@ -68,6 +68,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="That of a json_object, for llama.cpp's.")
 
 
 class TextPart(Body):
@@ -77,6 +78,19 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Body):
+    """A text by which the assistant refused; models are shown it as any other."""
+
+    others = published.PART
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @model_serializer
+    def _as_text(self) -> dict[str, str]:
+        return {"type": "text", "text": self.refusal}
 
 
 class ImageUrl(Body):
@@ -111,7 +125,7 @@ class AudioPart(Body):
     input_audio: InputAudio
 
 
-Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
+Part = Annotated[TextPart | RefusalPart | ImagePart | AudioPart, Field(discriminator="type")]
 
 
 class PredictedOutput(Body):
@@ -228,12 +242,12 @@ class InfillRequest(Decoding):
 
 
 class FunctionCall(Body):
-    """The function that a message calls; its arguments are JSON text."""
+    """The function that a message calls; its arguments are JSON text, or an object, as some clients send them."""
 
     others = published.TOOL
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any]
 
 
 class ToolCall(Body):
@@ -324,10 +338,19 @@ class ChatRequest(Decoding):
 class TokenizeRequest(Addressed):
     """The body of /tokenize: a text, or the messages of a chat."""
 
+    others = published.TOKENIZE
+
     prompt: str | None = None
+    content: str | None = Field(None, description="prompt, as llama.cpp calls it, without special tokens of itself.")
     messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
+    add_special: bool = False
     return_token_strs: bool = False
+    with_pieces: bool = Field(False, description="Each token as an object with its id and piece, as in llama.cpp.")
 
 
 class DetokenizeRequest(Addressed):

@@ -42,6 +42,7 @@ from slipstream.version import __version__
 FIELDS = REQUEST_FIELDS | {
     "num_beams": "use_beam_search",
     "num_return_sequences": "n",
+    "template_kwargs": "chat_template_kwargs",
     **{name: f"speculative.{name}" for name in ("gamma", "verify", "lossless")},
 }
 """The names of the engine's options -> the fields of a request that set them."""
@@ -117,7 +118,7 @@ class ServerState:
         try:
             return list(self.engine.encode(prompt))
         except ValueError as error:
-            raise _refusal(error, field) from None
+            raise self._refusal(error, field) from None
 
     def check_length(self, field: str, *texts: str | None) -> None:
         """Raise ContextExceeded, which names `field`, for texts with more characters than the model can hold."""
@@ -125,7 +126,7 @@ class ServerState:
             if self.engine.text_limit is not None:
                 self.engine.text_limit.check([text for text in texts if text], field)
         except ValueError as error:
-            raise _refusal(error, field) from None
+            raise self._refusal(error, field) from None
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -171,7 +172,7 @@ class ServerState:
         except ServeError:
             raise
         except (ValueError, TypeError) as error:
-            raise _refusal(error, field) from None
+            raise self._refusal(error, field) from None
         request.state.call = call = Call(tickets, options.get("n") or 1)
         return call
 
@@ -195,7 +196,17 @@ class ServerState:
         except ServeError:
             raise
         except (ValueError, TypeError) as error:
-            raise _refusal(error, field) from None
+            raise self._refusal(error, field) from None
+
+    def _refusal(self, error: ValueError | TypeError, field: str) -> BadRequest:
+        """Return the answer to what the engine refused: an option, which the error names, or the prompt in `field`.
+
+        It names the model as clients do: the engine's name may be a path of this machine.
+        """
+        message = str(error).replace(self.engine.decoder.target.name, self.model)
+        if isinstance(error, OptionError):
+            return BadRequest(message, FIELDS.get(error.option, error.option))
+        return (ContextExceeded if isinstance(error, PromptTooLong) else BadRequest)(message, field)
 
 
 def recommended_gamma(stats: Stats) -> int | None:
@@ -210,13 +221,6 @@ def recommended_gamma(stats: Stats) -> int | None:
         return None
     c = (stats.seconds.get("draft", 0.0) / stats.drafted) / (verify / stats.target_calls)
     return best_gamma_by_position(stats.acceptance_by_position, c)
-
-
-def _refusal(error: ValueError | TypeError, field: str) -> BadRequest:
-    """Return the answer to what the engine has refused: an option, which the error names, or the prompt in `field`."""
-    if isinstance(error, OptionError):
-        return BadRequest(str(error), FIELDS.get(error.option, error.option))
-    return (ContextExceeded if isinstance(error, PromptTooLong) else BadRequest)(str(error), field)
 
 
 def state_of(request: Request) -> ServerState:

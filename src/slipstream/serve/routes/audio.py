@@ -6,13 +6,14 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Request, Response, UploadFile
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
 
 from slipstream.core.values import OptionError
 from slipstream.engine.engine import Engine
 from slipstream.engine.transcription import Transcriber
-from slipstream.serve import answers
+from slipstream.serve import answers, published
+from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.call import unless_gone
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason
@@ -27,19 +28,24 @@ STAMPED = ("srt", "verbose_json", "vtt")
 """The formats of answers that have times."""
 
 
-class AudioForm(BaseModel):
+class AudioForm(Addressed):
     """The fields of both endpoints: transcriptions and translations."""
 
-    model_config = ConfigDict(extra="forbid")
+    others = published.AUDIO
 
     file: UploadFile = Field(description="A sound file; WAV always works.")
-    model: str | None = None
     language: str | None = Field(None, description="The language that is spoken, as in ISO 639-1; English without it.")
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
-    temperature: float = Field(0.0, ge=0, le=1)
+    temperature: float = Field(0.0, ge=0, le=1, strict=False)  # forms hold texts
     timestamp_granularities: list[Literal["segment"]] | None = Field(
         None, alias="timestamp_granularities[]", description="With verbose_json; words have no times here."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, form: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what is null, as forms have it."""
+        return {name: value for name, value in form.items() if value not in ("", "null")}
 
 
 Asked = Annotated[AudioForm, Form(media_type="multipart/form-data")]
@@ -68,6 +74,7 @@ async def translations(request: Request, form: Asked) -> Response:
 async def _written(request: Request, form: AudioForm, task: str) -> Response:
     state = state_of(request)
     state.check_model(form.model)
+    request.state.ignored = [*ignored(form)]
     transcriber, stamped = _transcriber(state), form.response_format in STAMPED
     try:
         task_options = transcriber.options(form.language, task, stamped)

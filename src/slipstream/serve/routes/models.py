@@ -8,12 +8,13 @@ from starlette.concurrency import run_in_threadpool
 
 from slipstream.engine.requests import Chat
 from slipstream.serve import answers
+from slipstream.serve.chats import chat_of
 from slipstream.serve.faults import BadRequest, NotServed
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
-from slipstream.serve.media import with_open_media
 from slipstream.serve.output import ERRORS, answered
-from slipstream.serve.schema import DetokenizeRequest, TokenizeRequest
+from slipstream.serve.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from slipstream.serve.state import ServerState, state_of
+from slipstream.serve.tools import Tools
 from slipstream.version import __version__
 
 router = APIRouter(tags=["server"], route_class=JsonRoute)
@@ -70,24 +71,35 @@ async def tokenize(body: Once[TokenizeRequest], request: Request) -> Response:
     """Return the tokens of a text, or of a chat in the model's chat template."""
     state = state_of(request)
     state.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("give either prompt or messages.", "prompt")
-    return await off_loop(request, _tokenized, state, body)
-
-
-def _tokenized(state: ServerState, body: TokenizeRequest) -> Response:
-    tokens = _tokens(state, body)
-    strings = [state.spell(token) for token in tokens] if body.return_token_strs else None
-    context = state.engine.decoder.target.context
-    return answered(answers.Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings))
-
-
-def _tokens(state: ServerState, body: TokenizeRequest) -> list[int]:
+    if sum(each is not None for each in (body.prompt, body.content, body.messages)) != 1:
+        raise BadRequest("give either prompt (or content) or messages.", "prompt")
+    chat = None
     if body.messages is not None:
-        messages = with_open_media([message.model_dump(exclude_none=True) for message in body.messages], state)
-        return state.encode(Chat(messages), "messages")
-    state.check_length("prompt", body.prompt)
-    return list(state.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        asked = ChatRequest.of({name: getattr(body, name) for name in names})
+        chat = await chat_of(asked, Tools.of(asked, state), request)
+    return await off_loop(request, _tokenized, state, body, chat)
+
+
+def _tokenized(state: ServerState, body: TokenizeRequest, chat: Chat | None) -> Response:
+    """Return the tokens of a text, or of a chat in the chat template. Raises BadRequest."""
+    if chat is not None:
+        ids = state.encode(chat, "messages")
+    else:
+        llama = body.content is not None
+        text, special = (body.content, body.add_special) if llama else (body.prompt, body.add_special_tokens)
+        state.check_length("content" if llama else "prompt", text)
+        ids = list(state.engine.tokenizer.encode(text, add_special_tokens=special))
+    strings = [state.spell(token) for token in ids] if body.return_token_strs or body.with_pieces else []
+    pieces = [answers.TokenPiece(id=token, piece=text) for token, text in zip(ids, strings, strict=False)]
+    return answered(
+        answers.Tokenized(
+            count=len(ids),
+            max_model_len=state.engine.decoder.target.context,
+            tokens=pieces if body.with_pieces else ids,
+            token_strs=strings if body.return_token_strs else None,
+        )
+    )
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
@@ -99,7 +111,7 @@ async def detokenize(body: Once[DetokenizeRequest], request: Request) -> Respons
     if max(body.tokens, default=0) >= vocabulary:
         raise BadRequest(f"tokens holds an id that the model does not know: it knows 0..{vocabulary - 1}.", "tokens")
     text = await off_loop(request, state.engine.tokenizer.decode, body.tokens)
-    return answered(answers.Detokenized(prompt=text))
+    return answered(answers.Detokenized(prompt=text, content=text))
 
 
 def _model(state: ServerState, name: str) -> answers.Model:

@@ -33,7 +33,7 @@ from slipstream.serve.stream import EventStream, event
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
-FOUND = {status: ERRORS[status] for status in (401, 404)}
+FOUND: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 404)}
 
 
 @router.post("/v1/responses", responses=OUTCOMES, response_model=ResponseAnswer)
