@@ -28,7 +28,8 @@ COMPILERS = {name: f"aarch64-linux-gnu-{name}" for name in levels.COMPILERS}
 NEEDS = {"mmdebstrap": "mmdebstrap", "qemu-aarch64": "qemu-user", COMPILERS["g++"]: "g++-aarch64-linux-gnu"}
 """Commands, and the packages of Debian that have them."""
 
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "typer", "rich", "pytest", "pytest-timeout", "hypothesis")
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "typer", "rich", "gguf")
+PACKAGES += ("pytest", "pytest-timeout", "hypothesis")
 FEATURES = "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
 CPUS = "sys/devices/system/cpu"
 FACTS = {

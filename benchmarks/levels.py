@@ -34,6 +34,7 @@ CONTRACTS = {
     "attention": "tests/kernels/test_attention.py",
     "laws": "tests/kernels/test_laws.py",
     "recurrences": "tests/kernels/test_recurrences.py",
+    "blocks": "tests/models/loading/test_gguf.py",
     "engine": "tests/engine/test_bits.py",
 }
 OLDER = {
