@@ -13,12 +13,10 @@ from slipstream.cli.console import console
 from slipstream.cli.options import (
     MODELS,
     OUTPUT,
-    Compile,
     Device,
     Dtype,
-    Force,
-    ThreadOptions,
     declared_option,
+    options_of,
     with_options,
 )
 from slipstream.text.jsontext import json_text
@@ -66,7 +64,9 @@ Out = Annotated[str | None, _option(OUTPUT, "FOLDER", "Write JSON and plots ther
 Json = Annotated[bool, _option(OUTPUT, None, "The sheets as JSON, nothing else.", "--json")]
 
 
+Force = Annotated[bool, _option(OUTPUT, None, "Replace an existing file that is of another kind.", "--force")]
 Task = Annotated[str | None, declared_option("task")]
+Compile = Annotated[bool, declared_option("compile")]
 EncoderDtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, declared_option("encoder_dtype")]
 
 
@@ -74,7 +74,7 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command(cls=SingleCommand, context_settings=SETTINGS)
-@with_options(ThreadOptions)
+@with_options(options_of(["threads"]))
 def reproduce(
     what: What,
     standins: Standins = None,

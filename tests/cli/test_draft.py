@@ -76,7 +76,7 @@ def test_a_datastore_is_built_and_listed(texts: Path, tmp_path: Path) -> None:
     report = json.loads(built.stdout)
     assert report["documents"] == 1
     assert f"corpus: 1 documents, {report['tokens']} tokens" in run("draft", "list", f"datastore:{store}").stdout
-    ids = models.load_tokenizer(models.EMBEDDED / "target")("def add(a")["input_ids"]
+    ids = models.load_tokenizer("embedded")("def add(a")["input_ids"]
     assert Corpus.load(store / CORPUS).match(ids, 2).length == len(ids)
 
 
@@ -133,7 +133,7 @@ def test_texts_are_kept_apart_by_the_end_of_text(
     monkeypatch.setattr(HeadTrainer, "step", property(lambda _: 1 / 0))  # ends the command
     with pytest.raises(ZeroDivisionError):
         run("draft", "build", f"heads:{tmp_path}/heads", str(texts / "c.jsonl"), *FEW)
-    tokenizer = models.load_tokenizer(models.EMBEDDED / "target")
+    tokenizer = models.load_tokenizer("embedded")
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CODE, "x = 1\n")]
     assert seen == [tokenizer.eos_token_id, *ids[0], tokenizer.eos_token_id, *ids[1]]
 

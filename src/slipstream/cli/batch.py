@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,28 +19,30 @@ import typer
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import console, countdown
 from slipstream.cli.options import (
-    FormOptions,
+    OUTPUT,
+    REPORT_JSON,
+    Forms,
     Lossless,
-    ReportJson,
     asked_models,
     grouped,
-    option,
+    own,
+    panel,
     with_options,
     written_parameters,
 )
 from slipstream.cli.serve import (
+    ADDRESS,
+    CACHE,
+    CHAT_TEMPLATE,
     CLUSTER,
+    MAX_ROWS,
+    MEMORY,
+    NAMES,
     SERVED,
-    CacheBytes,
-    ChatTemplate,
-    MaxRows,
-    Memory,
-    Names,
-    RayAddress,
+    SERVER,
     missing_libraries,
     needed,
-    parse_bytes,
-    read_template,
+    recipe_of,
 )
 from slipstream.cli.settings import call_options, read_form
 from slipstream.core.model_options import MODEL_OPTIONS
@@ -56,41 +59,36 @@ File = Annotated[
     str,
     typer.Argument(metavar="FILE", help="Prompts: JSON lines, OpenAI's batch format, text, or Parquet; - is stdin."),
 ]
-Out = Annotated[
-    str,
-    option("Output", "The file of answers: JSON lines, or a table if it ends in .parquet; - prints them as they come."),
-]
-Force = Annotated[bool, option("Output", "Replace an existing file of answers, and begin again.", "--force")]
-Ray = Annotated[bool, option(CLUSTER, "Answer on a Ray cluster, by actors that each hold the models.", "--ray")]
-Actors = Annotated[
-    int | None,
-    option(CLUSTER, "Actors. Without: one per GPU, or one per node where there are none.", metavar="N", min=1),
-]
-Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts that are texts in the target's chat template.")]
+BatchOptions = panel(
+    SERVER, names=NAMES, chat_template=CHAT_TEMPLATE, max_rows=MAX_ROWS, cache_bytes=CACHE, memory=MEMORY
+)
+Actors = panel(
+    CLUSTER,
+    ray=own(bool, False, "Answer on a Ray cluster, by actors that each hold the models."),
+    actors=own(int | None, None, "Actors. Without: one per GPU, or one per node where there are none.", "N", min=1),
+    ray_address=ADDRESS,
+)
+Output = panel(
+    OUTPUT,
+    out=own(
+        str,
+        inspect.Parameter.empty,
+        "The file of answers: JSON lines, or a table if it ends in .parquet; - prints them as they come.",
+    ),
+    force=own(bool, False, "Replace an existing file of answers, and begin again."),
+    as_json=REPORT_JSON,
+)
 
 FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """The fields of `structured_outputs` for the methods of `Grammars`."""
 
 
 @app.command()
-@with_options(SERVED, grouped("sampling", "samples"), FormOptions)
-def batch(
-    context: typer.Context,
-    file: File,
-    out: Out,
-    chat: Chat = False,
-    lossless: Lossless = False,
-    names: Names = None,
-    chat_template: ChatTemplate = None,
-    max_rows: MaxRows = 16,
-    cache_bytes: CacheBytes = "512M",
-    memory: Memory = None,
-    ray: Ray = False,
-    actors: Actors = None,
-    ray_address: RayAddress = None,
-    force: Force = False,
-    as_json: ReportJson = False,
-) -> None:
+@with_options(
+    panel(None, chat=own(bool, False, "Wrap prompts that are texts in the target's chat template.")),
+    *(Lossless, BatchOptions, Actors, Output, SERVED, grouped("sampling", "samples"), Forms),
+)
+def batch(context: typer.Context, file: File) -> None:
     """Answer a file of prompts, each exactly once, however often the run is interrupted.
 
     A line is {"prompt": TEXT}, {"messages": [...]} or {"tokens": [...]}, with an "id" and any field of the server's
@@ -102,18 +100,20 @@ def batch(
     """
     from slipstream.serve.batch.lines import read_lines
 
+    params = context.params
+    out, force = params["out"], params["force"]
     recipe, defaults = _recipe(context), _defaults(context)
     _check_out(file, out, force)
-    given = read_lines(file, chat)
-    facts = _facts(context.params, defaults, recipe.template, given)
+    given = read_lines(file, params["chat"])
+    facts = _facts(params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
-    runner = _runner(context.params, lines)
+    runner = _runner(params, lines)
     with _sink(out, facts, lines, force) as sink:
         tally = BatchCounts(len(lines), len(sink.answered), failed=sink.failed)
         if tally.resumed:
             say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {sink.path}.")
         code = _run(runner, recipe, lines, sink, tally)
-    if as_json:
+    if params["as_json"]:
         print(json_text(tally.as_dict()), file=sys.stderr if out == "-" else sys.stdout)
     else:
         say(tally.sentence)
@@ -161,18 +161,14 @@ class BatchCounts:
 
 
 def _recipe(context: typer.Context) -> Recipe:
-    from slipstream.engine.worker import Capacity
     from slipstream.models.loading.origin import source_name
-    from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import Limits, ServeSettings
 
     params = context.params
-    limit = None if params["memory"] is None else parse_bytes("--memory", params["memory"])
-    room = Capacity(params["max_rows"], parse_bytes("--cache-bytes", params["cache_bytes"]), limit)
     limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)  # only memory limits a batch
     names = tuple(params["names"] or [source_name(params["target"]) or "embedded"])
     settings = ServeSettings(names, max_queue=1 << 30, lossless=params["lossless"], limits=limits)
-    return Recipe(asked_models(context), settings, room, read_template(params["chat_template"]))
+    return recipe_of(asked_models(context), settings, params)
 
 
 def _defaults(context: typer.Context) -> LineDefaults:

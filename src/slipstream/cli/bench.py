@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
-from slipstream.cli.console import busy, console, steps
+from slipstream.cli.console import busy, console, figures_table, steps
 from slipstream.cli.options import (
+    BATCH,
+    FORCE,
     MODELS,
     OUTPUT,
+    PROMPTS,
     SAMPLING,
-    Batches,
-    Compile,
-    File,
-    Force,
     asked_models,
     grouped,
-    option,
     options_of,
+    own,
+    panel,
     with_options,
 )
 from slipstream.core.model_options import ModelOptions
@@ -37,43 +36,39 @@ if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
 
 
-Quick = Annotated[bool, option(None, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1.", "--quick")]
-Repetitions = Annotated[int | None, option(None, "How often everything is measured.", metavar="N", min=1)]
-Drafts = Annotated[
-    list[str] | None, option(MODELS, "As in other commands. Repeatable: each is measured.", "--draft", metavar="MODEL")
-]
-Rules = Annotated[list[str] | None, option(MODELS, "Acceptance rule of ours. Repeatable.", "--verify", metavar="RULE")]
-Gammas = Annotated[
-    list[int] | None, option(MODELS, "Tokens drafted per round. Repeatable.", "--gamma", metavar="N", min=1)
-]
-Temperatures = Annotated[
-    list[float] | None, option(SAMPLING, "0 is greedy. Repeatable.", "--temperature", metavar="X", min=0.0)
-]
-NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion.", metavar="N", min=1)]
-StopAtEos = Annotated[bool, option(SAMPLING, "End at EOS instead of the same length for all.", "--stop-at-eos")]
-Plot = Annotated[Path | None, option(OUTPUT, "Also draw the speeds, as .png, .svg or .pdf.", "--plot", metavar="FILE")]
-Json = Annotated[bool, option(OUTPUT, "The whole report as one JSON object, nothing else.", "--json")]
+Work = panel(
+    None,
+    quick=own(bool, False, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1."),
+    file=PROMPTS,
+    repetitions=own(int | None, None, "How often everything is measured.", "N", min=1),
+)
+Raced = panel(
+    MODELS,
+    draft=own(list[str] | None, None, "As in other commands. Repeatable: each is measured.", "MODEL"),
+    gamma=own(list[int] | None, None, "Tokens drafted per round. Repeatable.", "N", min=1),
+    verify=own(list[str] | None, None, "Acceptance rule of ours. Repeatable.", "RULE"),
+    batch=BATCH,
+)
+Texts = panel(
+    SAMPLING,
+    temperature=own(list[float] | None, None, "0 is greedy. Repeatable.", "X", min=0.0),
+    max_new_tokens=own(int | None, None, "Tokens of every completion.", "N", min=1),
+    stop_at_eos=own(bool, False, "End at EOS instead of the same length for all."),
+)
+Output = panel(
+    OUTPUT,
+    plot=own(Path | None, None, "Also draw the speeds, as .png, .svg or .pdf.", "FILE"),
+    force=FORCE,
+    as_json=own(bool, False, "The whole report as one JSON object, nothing else.", flag="--json"),
+)
 
 
 @app.command()
-@with_options(options_of(["target"]), grouped("target", "task", "threads", without=["tp_plan"]))
-def bench(
-    context: typer.Context,
-    quick: Quick = False,
-    file: File = None,
-    draft: Drafts = None,
-    gamma: Gammas = None,
-    verify: Rules = None,
-    batch: Batches = None,
-    temperature: Temperatures = None,
-    max_new_tokens: NewTokens = None,
-    stop_at_eos: StopAtEos = False,
-    repetitions: Repetitions = None,
-    compile: Compile = False,
-    plot: Plot = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
+@with_options(
+    *(Work, Raced, Texts, Output, options_of(["target", "compile"])),
+    grouped("target", "task", "threads", without=["tp_plan"]),
+)
+def bench(context: typer.Context) -> None:
     """Measure speed: plain and speculative, ours and transformers', the same prompts counted by the same code.
 
     Example: slipstream bench --quick --plot speed.png
@@ -81,16 +76,17 @@ def bench(
     from slipstream.bench import FULL, QUICK, line_up, measure
     from slipstream.measure.pictures import check_plot
 
-    lists = {"gammas": gamma, "batches": batch, "temperatures": temperature, "rules": verify}
-    counts: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetitions": repetitions}
-    chosen = {name: value for name, value in counts.items() if value}
-    chosen |= {name: tuple(values) for name, values in lists.items() if values}
-    settings = replace(QUICK if quick else FULL, ignore_eos=not stop_at_eos, **chosen)
+    params = context.params
+    quick, file, draft, plot = (params[name] for name in ("quick", "file", "draft", "plot"))
+    lists = {"gammas": "gamma", "batches": "batch", "temperatures": "temperature", "rules": "verify"}
+    chosen: dict[str, Any] = {name: params[name] for name in ("max_new_tokens", "repetitions") if params[name]}
+    chosen |= {name: tuple(params[own]) for name, own in lists.items() if params[own]}
+    settings = replace(QUICK if quick else FULL, ignore_eos=not params["stop_at_eos"], **chosen)
     if plot:
-        check_plot(plot, force, [file] if file else [])
+        check_plot(plot, params["force"], [file] if file else [])
     prompts = _prompts(file, max(4, *settings.batches) if quick else None)
     with busy(console(stderr=True), "loading"):
-        sizes = settings.gammas if compile else ()
+        sizes = settings.gammas if params["compile"] else ()
         models = asked_models(context, draft=None, gamma=None, verify=None, compile=False)
         engine, others = _engines(models, draft or [], sizes)
     tell(engine.notes)
@@ -99,7 +95,7 @@ def bench(
         say("note: without --draft there is only plain decoding and prompt lookup to measure.")
     with steps(console(stderr=True)) as on_run:
         report = measure(engine, prompts, settings, line_up(engine, settings, others), on_run=on_run)
-    _publish(report, plot, as_json)
+    _publish(report, plot, params["as_json"])
 
 
 def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, list[Side]]:
@@ -176,8 +172,13 @@ def _show(report: BenchReport, screen: Console) -> None:
         rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
         amount = f"{rows[0].prompts} prompts x {tokens} x {len(rows[0].speeds)} repetitions"
         screen.print(f"\nbatch {batch}, temperature {temperature:g}: {amount}", style="bold")
-        screen.print(_table(SPEED, {name(row): _speed(row) for row in rows}))
-        screen.print(_table(ROUND, {name(row): _round(row) for row in rows if row.milliseconds_per_call}))
+        speeds, rounds = figures_table("", *SPEED), figures_table("", *ROUND)
+        for row in rows:
+            speeds.add_row(name(row), *_speed(row))
+            if row.milliseconds_per_call:
+                rounds.add_row(name(row), *_round(row))
+        screen.print(speeds)
+        screen.print(rounds)
     facts = report.environment
     place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
@@ -193,16 +194,6 @@ def _warnings(facts: dict[str, Any]) -> Iterator[str]:
         yield f"The machine was busy before (load {load:.1f} per core): the figures mean little."
     if facts["device"] == "cpu" and facts["bfloat16"] == "emulated" and "bfloat16" in str(facts["target"].get("dtype")):
         yield "This processor does not multiply bfloat16 itself: float32 may be faster."
-
-
-def _table(names: Sequence[str], rows: dict[str, list[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="")
-    table.add_column(no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
 
 
 def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:

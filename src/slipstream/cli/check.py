@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import (
+    OUTPUT,
+    REPORT_JSON,
     SAMPLING,
-    Chat,
-    File,
+    Asked,
     Prompts,
-    ReportJson,
     asked_models,
     grouped,
     options_of,
+    own,
+    panel,
     with_options,
 )
 from slipstream.core.options import SHAPES
@@ -25,37 +27,22 @@ from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, usable
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
-Temperature = Annotated[
-    float | None, typer.Option(metavar="X", min=0.0, help="Without: greedy, then 1.", rich_help_panel=SAMPLING)
-]
-MaxNewTokens = Annotated[
-    int,
-    typer.Option(
-        metavar="N", min=1, help="Tokens of the texts that are followed one by one.", rich_help_panel=SAMPLING
-    ),
-]
-Samples = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Short texts of the statistical test.", rich_help_panel=SAMPLING)
-]
-Seed = Annotated[int, typer.Option(metavar="N", help="Same seed, same report.", rich_help_panel=SAMPLING)]
+
+Trials = panel(
+    SAMPLING,
+    max_new_tokens=own(int, 64, "Tokens of the texts that are followed one by one.", "N", min=1),
+    samples=own(int, 1500, "Short texts of the statistical test.", "N", min=1),
+    temperature=own(float | None, None, "Without: greedy, then 1.", "X", min=0.0),
+    seed=own(int, 0, "Same seed, same report.", "N"),
+)
 
 
 @app.command()
 @with_options(
     grouped("pair", "rounds", "tree", "compile", "rows", "task", "threads", "target", gamma=5, verify="block"),
-    options_of(SHAPES),
+    *(Asked, Trials, options_of(SHAPES), panel(OUTPUT, as_json=REPORT_JSON)),
 )
-def check(
-    context: typer.Context,
-    prompts: Prompts = None,
-    file: File = None,
-    chat: Chat = False,
-    max_new_tokens: MaxNewTokens = 64,
-    samples: Samples = 1500,
-    temperature: Temperature = None,
-    seed: Seed = 0,
-    as_json: ReportJson = False,
-) -> None:
+def check(context: typer.Context, prompts: Prompts = None) -> None:
     """Certify that speculative output is the target's own, on your models, settings and prompts.
 
     Without prompts: beginnings of programs. Exit code 0: it is; 1: it is not; 3: a broken rule would not be noticed.
@@ -66,8 +53,10 @@ def check(
     from slipstream.check import check as run
     from slipstream.engine.load import load
 
-    items = usable(gather(prompts or [], file, chat)) if prompts or file else []
-    options = _options(context.params)
+    params = context.params
+    given = prompts or params["file"]
+    items = usable(gather(prompts or [], params["file"], params["chat"])) if given else []
+    options = _options(params)
     with busy(console(stderr=True), "loading"):
         engine = load(asked_models(context), progress=say)
     tell(engine.notes)
@@ -77,7 +66,7 @@ def check(
             report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    print(json_text(report.as_dict(), ensure_ascii=False) if as_json else report.text())
+    print(json_text(report.as_dict(), ensure_ascii=False) if params["as_json"] else report.text())
     raise typer.Exit(CODES[report.verdict])
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 if TYPE_CHECKING:
     from slipstream.core.round import Round
@@ -85,6 +86,14 @@ def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Call
             bar.advance(task, sum(map(len, round.tokens)))
 
         yield on_round
+
+
+def figures_table(*heads: str) -> Table:
+    """Return an empty table, whose first column has names and whose others have figures."""
+    table = Table(box=None, pad_edge=False, header_style="")
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    return table
 
 
 def human_size(count: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ import typer
 from slipstream.cli.app import INTERRUPTED, app, say, tell, tell_skipped
 from slipstream.cli.console import busy, console
 from slipstream.cli.console import steps as bar
-from slipstream.cli.options import Compile, Device, Dtype, ReportJson, ThreadOptions, with_options
+from slipstream.cli.options import OUTPUT, REPORT_JSON, Where, options_of, own, panel, with_options
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -23,84 +24,49 @@ if TYPE_CHECKING:
     from slipstream.training.saving import Distilled
     from slipstream.training.students import Size
 
-AIM, TEXTS, LESSONS = "The draft", "Texts", "Training"
-
-
-def _option(panel: str, text: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
-
-
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
-Data = Annotated[
-    list[str],
-    _option(TEXTS, "Files of text or JSON lines, also .gz, folders of them, dataset:NAME. Repeatable.", metavar="SRC"),
-]
-Field = Annotated[str | None, _option(TEXTS, "Of JSON lines: where the text is, such as prompt.", metavar="NAME")]
-Write = Annotated[int, _option(TEXTS, "Tokens that the target writes first, to learn from.", metavar="N", min=0)]
-Written = Annotated[
-    float, _option(TEXTS, "Share of the steps on what the target wrote.", metavar="X", min=0.0, max=1.0)
-]
-Out = Annotated[Path, _option(AIM, "The folder of the draft; it appears when it is whole.", metavar="DIR")]
-Work = Annotated[
-    Path | None, _option(AIM, "Where the state of the training goes. Without: DIR.training.", metavar="DIR")
-]
-Wanted = Annotated[
-    str, _option(AIM, "Share of the target's parameters, or auto: the best by what sizes cost.", "--size", metavar="X")
-]
-Layers = Annotated[int | None, _option(AIM, "Layers of a new draft, with --width.", metavar="N", min=1)]
-Width = Annotated[int | None, _option(AIM, "Hidden size of a new draft, with --layers.", metavar="N", min=1)]
-Draft = Annotated[
-    str | None, _option(AIM, "Improve this draft instead: hub name, folder, or embedded.", "--draft", metavar="NAME")
-]
-Objective = Annotated[
-    Literal["kl-tv", "kl", "reverse-kl", "tv", "sequence"],
-    _option(LESSONS, "kl-tv, kl, reverse-kl, tv (the chance of a refusal), or sequence (the target's tokens alone)."),
-]
-Steps = Annotated[int, _option(LESSONS, "Most steps of the training.", metavar="N", min=1)]
-Rows = Annotated[int, _option(LESSONS, "Texts in a step.", metavar="N", min=1)]
-Length = Annotated[int, _option(LESSONS, "Tokens of a text.", metavar="N", min=8)]
-Rate = Annotated[
-    float | None, _option(LESSONS, "Learning rate; 0.004, of a draft that is improved 0.001.", metavar="X")
-]
-Every = Annotated[int, _option(LESSONS, "Steps between measurements.", "--measure-every", metavar="N", min=1)]
-Patience = Annotated[
-    int, _option(LESSONS, "Measurements without a greater speed-up, after which it ends.", metavar="N", min=1)
-]
-Gamma = Annotated[int, _option(LESSONS, "Tokens drafted per round while it is measured.", metavar="N", min=1)]
-Bfloat16 = Annotated[bool, _option(LESSONS, "Multiply in bfloat16: faster where the processor can.", "--bfloat16")]
-Seed = Annotated[int, _option(LESSONS, "Same seed, same draft.", metavar="N", min=0, max=2**63 - 1)]
+
+REQUIRED = inspect.Parameter.empty
+Aimed = panel(
+    "The draft",
+    out=own(Path, REQUIRED, "The folder of the draft; it appears when it is whole.", "DIR"),
+    size=own(str, "0.1", "Share of the target's parameters, or auto: the best by what sizes cost.", "X"),
+    layers=own(int | None, None, "Layers of a new draft, with --width.", "N", min=1),
+    width=own(int | None, None, "Hidden size of a new draft, with --layers.", "N", min=1),
+    draft=own(str | None, None, "Improve this draft instead: hub name, folder, or embedded.", "NAME"),
+    work=own(Path | None, None, "Where the state of the training goes. Without: DIR.training.", "DIR"),
+)
+Texts = panel(
+    "Texts",
+    data=own(
+        list[str], REQUIRED, "Files of text or JSON lines, also .gz, folders of them, dataset:NAME. Repeatable.", "SRC"
+    ),
+    field=own(str | None, None, "Of JSON lines: where the text is, such as prompt.", "NAME"),
+    write=own(int, 200_000, "Tokens that the target writes first, to learn from.", "N", min=0),
+    written=own(float, 0.75, "Share of the steps on what the target wrote.", "X", min=0.0, max=1.0),
+)
+Lessons = panel(
+    "Training",
+    objective=own(
+        Literal["kl-tv", "kl", "reverse-kl", "tv", "sequence"],
+        "kl-tv",
+        "kl-tv, kl, reverse-kl, tv (the chance of a refusal), or sequence (the target's tokens alone).",
+    ),
+    steps=own(int, 2000, "Most steps of the training.", "N", min=1),
+    rows=own(int, 16, "Texts in a step.", "N", min=1),
+    length=own(int, 256, "Tokens of a text.", "N", min=8),
+    rate=own(float | None, None, "Learning rate; 0.004, of a draft that is improved 0.001.", "X"),
+    measure_every=own(int, 100, "Steps between measurements.", "N", min=1),
+    patience=own(int, 5, "Measurements without a greater speed-up, after which it ends.", "N", min=1),
+    gamma=own(int, 5, "Tokens drafted per round while it is measured.", "N", min=1),
+    bfloat16=own(bool, False, "Multiply in bfloat16: faster where the processor can."),
+    seed=own(int, 0, "Same seed, same draft.", "N", min=0, max=2**63 - 1),
+)
 
 
 @app.command()
-@with_options(ThreadOptions)
-def distill(
-    target: Target = None,
-    *,
-    data: Data,
-    out: Out,
-    size: Wanted = "0.1",
-    layers: Layers = None,
-    width: Width = None,
-    draft: Draft = None,
-    work: Work = None,
-    field: Field = None,
-    write: Write = 200_000,
-    written: Written = 0.75,
-    objective: Objective = "kl-tv",
-    steps: Steps = 2000,
-    rows: Rows = 16,
-    length: Length = 256,
-    rate: Rate = None,
-    measure_every: Every = 100,
-    patience: Patience = 5,
-    gamma: Gamma = 5,
-    bfloat16: Bfloat16 = False,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    compile: Compile = False,
-    as_json: ReportJson = False,
-) -> None:
+@with_options(Aimed, Texts, Lessons, Where, options_of(["compile"]), panel(OUTPUT, as_json=REPORT_JSON))
+def distill(context: typer.Context, target: Target = None) -> None:
     """Train a small draft model that says what a target says; the same command resumes an interrupted training.
 
     Then: slipstream generate --target TARGET --draft DIR
@@ -110,18 +76,21 @@ def distill(
     from slipstream.training.distill import Distiller, DistillSettings
     from slipstream.training.saving import check_draft_folder, save_draft
 
-    aim = _Aim.read(size, layers, width, draft)
-    rate = rate if rate is not None else 1e-3 if draft else 4e-3
-    shares = (objective, written if write else 0.0, measure_every, patience, gamma)
-    settings = DistillSettings(steps, rows, length, rate, *shares, seed=seed, bfloat16=bfloat16)
+    params = context.params
+    aim = _Aim.read(*(params[name] for name in ("size", "layers", "width", "draft")))
+    chosen_rate = {"rate": (1e-3 if aim.draft else 4e-3) if params["rate"] is None else params["rate"]}
+    written = {"written": params["written"] if params["write"] else 0.0}
+    own_names = [each.name for each in fields(DistillSettings) if each.name in params]
+    settings = DistillSettings(**{**{name: params[name] for name in own_names}, **chosen_rate, **written})
+    out, data = params["out"], params["data"]
     check_draft_folder(out)
-    folder = work or out.with_name(out.name + ".training")
+    folder = params["work"] or out.with_name(out.name + ".training")
     try:
         with busy(console(stderr=True), "loading"):
-            engine = _engine(target, dtype, device, compile)
-            divided = _documents(engine, data, field)
-        student, chosen = _student(engine, aim, divided, settings, folder, compile)
-        material = _material(engine, divided, settings, write, folder)
+            engine = _engine(target, params["dtype"], params["device"], params["compile"])
+            divided = _documents(engine, data, params["field"])
+        student, chosen = _student(engine, aim, divided, settings, folder, params["compile"])
+        material = _material(engine, divided, settings, params["write"], folder)
         distiller = Distiller(engine, student, material, chosen.costs, settings, folder)
         _train(distiller)
     except KeyboardInterrupt:
@@ -129,7 +98,7 @@ def distill(
         raise typer.Exit(INTERRUPTED) from None
     about = _about(distiller, target, data, aim, chosen)
     save_draft(distiller.as_used(), engine.tokenizer, about, out)
-    print(json_text({"out": str(out), **about.as_dict()}) if as_json else _summary(out, about))
+    print(json_text({"out": str(out), **about.as_dict()}) if params["as_json"] else _summary(out, about))
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ import typer
 from slipstream.cli.app import app
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
-    Chat,
+    CHAT,
+    FORCE,
+    OUTPUT,
+    REPORT_JSON,
     Device,
     Dtype,
-    Force,
-    ReportJson,
     Target,
-    ThreadOptions,
-    option,
+    Where,
     options_of,
+    own,
+    panel,
     refuse_others,
     with_options,
 )
@@ -27,8 +29,6 @@ from slipstream.text.jsontext import json_text
 
 NONE_WORKS = 1
 """The exit code if no draft can be used."""
-
-HEADS, NGRAMS, EXITS = "heads:DIR", "ngram:FILE", "exit"
 
 drafts = typer.Typer(no_args_is_help=True)
 app.add_typer(drafts, name="draft")
@@ -58,48 +58,45 @@ Sources = Annotated[
         "files of prompts.",
     ),
 ]
-Field = Annotated[str | None, typer.Option(metavar="NAME", help="Of JSON lines: where the document is.")]
-
-
-class BuildOptions:
-    """The options of drafts of one kind."""
-
-    order: Annotated[int, option(NGRAMS, "The longest n-gram.", metavar="N", min=1, max=5)] = 3
-    vocab: Annotated[int | None, option(NGRAMS, "Size of the target's logits; else by its config.", metavar="N")] = None
-    count: Annotated[int, option(HEADS, "Heads, and so the most tokens.", "--heads", metavar="N", min=1)] = 4
-    inner: Annotated[int, option(HEADS, "Hidden units; 0: as a layer of the target.", metavar="N", min=0)] = 0
-    steps: Annotated[int, option(HEADS, "Steps of the whole training.", metavar="N", min=1)] = 1000
-    rows: Annotated[int, option(HEADS, "Windows of text in a step.", metavar="N", min=1)] = 4
-    length: Annotated[int, option(HEADS, "Tokens of a window.", metavar="N", min=3)] = 256
-    rate: Annotated[float, option(HEADS, "Learning rate.", metavar="X")] = 2e-3
-    blind: Annotated[bool, option(HEADS, "Do not see the pending token, as in Stern et al.", "--blind")] = False
-    bfloat16: Annotated[bool, option(HEADS, "Multiply in bfloat16: faster where that works.", "--bfloat16")] = False
-    gamma: Annotated[int, option(EXITS, "Tokens drafted while layers are tried.", metavar="N", min=1)] = 3
-    first: Annotated[bool, option(EXITS, "Try the first layers only, no sets with skipped ones.", "--first")] = False
-
-
-WRITING = options_of(
+EXIT = "exit"
+Read = panel(
+    None,
+    field=own(str | None, None, "Of JSON lines: where the document is.", "NAME"),
+    chat=CHAT,
+)
+Ngrams = panel(
+    "ngram:FILE",
+    order=own(int, 3, "The longest n-gram.", "N", min=1, max=5),
+    vocab=own(int | None, None, "Size of the target's logits; else by its config.", "N"),
+)
+Heads = panel(
+    "heads:DIR",
+    count=own(int, 4, "Heads, and so the most tokens.", "N", "--heads", min=1),
+    inner=own(int, 0, "Hidden units; 0: as a layer of the target.", "N", min=0),
+    steps=own(int, 1000, "Steps of the whole training.", "N", min=1),
+    rows=own(int, 4, "Windows of text in a step.", "N", min=1),
+    length=own(int, 256, "Tokens of a window.", "N", min=3),
+    rate=own(float, 2e-3, "Learning rate.", "X"),
+    blind=own(bool, False, "Do not see the pending token, as in Stern et al."),
+    bfloat16=own(bool, False, "Multiply in bfloat16: faster where that works."),
+)
+Exits = panel(
+    EXIT,
+    gamma=own(int, 3, "Tokens drafted while layers are tried.", "N", min=1),
+    first=own(bool, False, "Try the first layers only, no sets with skipped ones."),
+)
+Writing = options_of(
     ("max_new_tokens", "temperature", "seed", "batch_size", "quantize"),
     max_new_tokens=64,
     temperature=None,
     batch_size=None,
 )
+Output = panel(OUTPUT, force=FORCE, as_json=REPORT_JSON)
 
 
 @drafts.command()
-@with_options(BuildOptions, WRITING, ThreadOptions)
-def build(
-    context: typer.Context,
-    name: Name,
-    sources: Sources = None,
-    target: Target = None,
-    field: Field = None,
-    chat: Chat = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    force: Force = False,
-    as_json: ReportJson = False,
-) -> None:
+@with_options(options_of(["target"]), Read, Where, Ngrams, Heads, Exits, Writing, Output)
+def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     """Build a draft for a target, which --draft then takes by the same name.
 
     ngram, datastore and heads are made of documents; JSON lines hold "text", "tokens" (ids) or "messages" (of which
@@ -115,15 +112,15 @@ def build(
     from slipstream.cli.draft_builders import BUILDERS
 
     kind, _, place = name.partition(":")
-    if kind not in BUILDERS or (not place and BUILDERS[kind].needs_place) or (place and kind == EXITS):
+    if kind not in BUILDERS or (not place and BUILDERS[kind].needs_place) or (place and kind == EXIT):
         forms = "ngram:FILE, datastore:DIR, heads:DIR, exit, vocabulary or vocabulary:FILE"
         raise ValueError(f"{name!r} cannot be built: give {forms}.")
-    if not sources and kind != EXITS:
+    if not sources and kind != EXIT:
         raise ValueError(f"{name} is made of texts: give a SOURCE, such as a file or a folder.")
     builder, common = BUILDERS[kind], {"name", "sources", "target", "as_json", "threads"}
     refuse_others(context, common | builder.options, f"{kind} is built without them")
     report, text = builder.build(place, sources or [], context.params)
-    print(json_text(report) if as_json else text)
+    print(json_text(report) if context.params["as_json"] else text)
 
 
 # ---- list and forget -------------------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing e
 
 
 @drafts.command("list")
-@with_options(ThreadOptions)
+@with_options(options_of(["threads"]))
 def offered(
     drafts: Drafts = None, target: Target = None, dtype: Dtype = "auto", device: Device = None, as_json: Json = False
 ) -> None:

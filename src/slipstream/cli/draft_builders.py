@@ -34,10 +34,14 @@ def _documents(sources: Sequence[str], params: dict[str, Any]) -> tuple[Any, lis
     """Return the target's tokenizer, and the documents as token ids."""
     skipped = list[Path]()
     with busy(console(stderr=True), "reading"):
-        tokenizer = models.load_tokenizer(params["target"] or "embedded")
+        tokenizer = models.load_tokenizer(_target(params))
         ids = list(token_ids(sources, tokenizer, params["field"], skipped))
     tell_skipped(skipped)
     return tokenizer, ids
+
+
+def _target(params: dict[str, Any]) -> str:
+    return "embedded" if params["target"] is None else params["target"]
 
 
 def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
@@ -46,7 +50,7 @@ def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
 
     check_writable(file, KIND, params["force"], sources)
     start, (_, ids) = perf_counter(), _documents(sources, params)
-    size = params["vocab"] or models.vocabulary(params["target"] or "embedded")
+    size = params["vocab"] or models.vocabulary(_target(params))
     with busy(console(stderr=True), "counting"):
         model = NgramModel.fit(ids, params["order"], size)
         model.save(file)
@@ -89,7 +93,7 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     tokens = np.concatenate([part for document in documents for part in (between, document)] or [between])
     with busy(console(stderr=True), "loading"):
         dtype, name = "float32" if params["dtype"] == "auto" else params["dtype"], params["target"]
-        model = models.load_model(params["target"] or "embedded", dtype, params["device"])
+        model = models.load_model(_target(params), dtype, params["device"])
         trainer = HeadTrainer(model, name or "the embedded target", tokens, folder, settings)
     if trainer.step:
         say(f"going on from step {trainer.step} of {settings.steps}")

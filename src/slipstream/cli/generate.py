@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,20 +14,16 @@ import typer
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
-    Audio,
-    Chat,
-    Explain,
-    File,
-    FormOptions,
-    Image,
-    Json,
+    OUTPUT,
+    Asked,
+    Forms,
     Lossless,
     Plain,
-    Profile,
     Prompts,
-    Stream,
     asked_models,
     grouped,
+    own,
+    panel,
     with_options,
     written_parameters,
 )
@@ -44,14 +41,18 @@ if TYPE_CHECKING:
     from slipstream.engine.generation import Completion, Piece
 
 
-class OutputOptions:
-    """The options for the form of the output."""
-
-    stream: Stream = False
-    explain: Explain = False
-    profile: Profile = False
-    as_json: Json = False
-
+Media = panel(
+    None,
+    image=own(list[Path] | None, None, "An image that the prompts are about, for vision models. Repeatable.", "FILE"),
+    audio=own(list[Path] | None, None, "A sound that the prompts are about, for audio models. Repeatable.", "FILE"),
+)
+Output = panel(
+    OUTPUT,
+    stream=own(bool, False, "Print tokens as they are made."),
+    explain=own(bool, False, "Show each round: drafted, kept, corrected."),
+    profile=own(bool, False, "Show afterwards where the time went."),
+    as_json=own(bool, False, "A JSON line per prompt, as each finishes; index names it.", flag="--json"),
+)
 
 LOADED = ("pair", "rounds", "tree", "plan", "shape", "task", "compile", "rows", "threads", "target")
 """The groups of options for loading models."""
@@ -59,19 +60,10 @@ LOADED = ("pair", "rounds", "tree", "plan", "shape", "task", "compile", "rows", 
 
 @app.command()
 @with_options(
-    *(grouped(*LOADED, gamma=5, verify="block"), grouped("sampling"), FormOptions),
-    *(grouped("samples", "beams", "output"), OutputOptions),
+    *(grouped(*LOADED, gamma=5, verify="block"), grouped("sampling"), Forms),
+    *(grouped("samples", "beams", "output"), Output, Asked, Media, Lossless, Plain),
 )
-def generate(
-    context: typer.Context,
-    prompts: Prompts = None,
-    file: File = None,
-    chat: Chat = False,
-    image: Image = None,
-    audio: Audio = None,
-    lossless: Lossless = False,
-    plain: Plain = False,
-) -> None:
+def generate(context: typer.Context, prompts: Prompts = None) -> None:
     """Continue prompts; with an encoder-decoder, translate or summarize them.
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
@@ -86,8 +78,9 @@ def generate(
     """
     params = context.params
     _check_output(params)
-    items, options, engine = gather(prompts or [], file, chat), call_options(params, written_parameters(context)), None
-    media = {"images": [str(each) for each in image or ()], "audio": [str(each) for each in audio or ()]}
+    items, engine = gather(prompts or [], params["file"], params["chat"]), None
+    options = call_options(params, written_parameters(context))
+    media = {"images": list(map(str, params["image"] or ())), "audio": list(map(str, params["audio"] or ()))}
     items = [with_media(item, media) for item in items]
     form = read_form(params)
     with busy(console(stderr=True), "loading"):

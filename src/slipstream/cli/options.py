@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 from rich.markup import escape
 
+from slipstream.cli.app import flag
 from slipstream.cli.ranks import on_ranks
 from slipstream.core.model_options import DEVICES, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
 from slipstream.core.options import OPTIONS, WHEN
@@ -27,8 +28,30 @@ def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)
 
 
-def _option(panel: str, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
-    return option(panel, help, *names, metavar=metavar, **settings)
+@dataclass(frozen=True)
+class OwnOption:
+    """An option of one command, or a few: `flag` is its name where that is not the parameter's."""
+
+    kind: Any
+    default: Any
+    help: str
+    metavar: str | None = None
+    flag: str = ""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+
+
+def own(kind: Any, default: Any, help: str, metavar: str | None = None, flag: str = "", **limits: Any) -> OwnOption:
+    """Return an option for `panel`; `limits` are the least and greatest value."""
+    return OwnOption(kind, default, help, metavar, flag, limits)
+
+
+def panel(name: str | None, **options: OwnOption) -> type:
+    """Return a group of options for `with_options`, which the help shows together under a name."""
+    kinds = dict[str, Any]()
+    for each, it in options.items():
+        flags = (it.flag or flag(each),) if it.flag or it.kind is bool else ()
+        kinds[each] = Annotated[it.kind, option(name, it.help, *flags, metavar=it.metavar, **it.limits)]
+    return type("Options", (), {"__annotations__": kinds, **{each: it.default for each, it in options.items()}})
 
 
 def parse_gamma(text: int | str) -> int | str:
@@ -67,34 +90,24 @@ def parse_tree(text: Any) -> Any:
         raise typer.BadParameter(message) from None
 
 
-Lossless = Annotated[bool, _option(MODELS, None, "Refuse what would change the output distribution.", "--lossless")]
-Plain = Annotated[bool, _option(MODELS, None, "Decode without the draft, to compare.", "--plain")]
-Batches = Annotated[list[int] | None, _option(MODELS, "N", "Prompts that run together. Repeatable.", "--batch", min=1)]
-JsonSchemaFile = Annotated[
-    Path | None, _option(SAMPLING, "FILE", "Answers are JSON by the schema in this file.", "--json-schema")
-]
-Regex = Annotated[str | None, _option(SAMPLING, "TEXT", "Answers match this regular expression.", "--regex")]
-Choices = Annotated[list[str] | None, _option(SAMPLING, "TEXT", "Answers are one of these. Repeatable.", "--choice")]
-LarkFile = Annotated[Path | None, _option(SAMPLING, "FILE", "Answers fit the Lark grammar in this file.", "--grammar")]
+Lossless = panel(MODELS, lossless=own(bool, False, "Refuse what would change the output distribution."))
+Plain = panel(MODELS, plain=own(bool, False, "Decode without the draft, to compare."))
+Forms = panel(
+    SAMPLING,
+    json_schema=own(Path | None, None, "Answers are JSON by the schema in this file.", "FILE"),
+    regex=own(str | None, None, "Answers match this regular expression.", "TEXT"),
+    choice=own(list[str] | None, None, "Answers are one of these. Repeatable.", "TEXT"),
+    lark_file=own(Path | None, None, "Answers fit the Lark grammar in this file.", "FILE", "--grammar"),
+)
+"""The options for structured output, of which at most one is given."""
+
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
-File = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; - is stdin.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompts in the target's chat template.")]
-Image = Annotated[
-    list[Path] | None,
-    typer.Option("--image", metavar="FILE", help="An image that the prompts are about, for vision models. Repeatable."),
-]
-Audio = Annotated[
-    list[Path] | None,
-    typer.Option("--audio", metavar="FILE", help="A sound that the prompts are about, for audio models. Repeatable."),
-]
-Stream = Annotated[bool, _option(OUTPUT, None, "Print tokens as they are made.", "--stream")]
-Explain = Annotated[bool, _option(OUTPUT, None, "Show each round: drafted, kept, corrected.", "--explain")]
-Profile = Annotated[bool, _option(OUTPUT, None, "Show afterwards where the time went.", "--profile")]
-Json = Annotated[bool, _option(OUTPUT, None, "A JSON line per prompt, as each finishes; index names it.", "--json")]
-Force = Annotated[
-    bool, _option(OUTPUT, None, "Replace an existing file that is of another kind; never an input.", "--force")
-]
-ReportJson = Annotated[bool, _option(OUTPUT, None, "The report as one JSON object.", "--json")]
+PROMPTS = own(str | None, None, "More prompts, one per line; - is stdin.", "FILE", "--prompts")
+CHAT = own(bool, False, "Wrap the prompts in the target's chat template.")
+Asked = panel(None, file=PROMPTS, chat=CHAT)
+BATCH = own(list[int] | None, None, "Prompts that run together. Repeatable.", "N", min=1)
+FORCE = own(bool, False, "Replace an existing file that is of another kind; never an input.")
+REPORT_JSON = own(bool, False, "The report as one JSON object.", flag="--json")
 
 
 KINDS: dict[Any, tuple[Any, str]] = {
@@ -128,10 +141,9 @@ def declared_option(name: str) -> Any:
     flags = (each.flag or f"--{name.replace('_', '-')}",) if kind is bool or len(name) == 1 else ()
     bounds = {"min": each.possible.least, "max": each.possible.most} if each.is_number else {}
     limits = {end: kind(bound) for end, bound in bounds.items() if math.isfinite(bound)}
-    panel = MODELS if name in MODEL_OPTIONS else OUTPUT if each.group == "output" else SAMPLING
-    return _option(
-        panel, each.metavar or metavar or None, f"{each.help}{repeated}{also}", *flags, parser=parser, **limits
-    )
+    shown = MODELS if name in MODEL_OPTIONS else OUTPUT if each.group == "output" else SAMPLING
+    settings = {"metavar": each.metavar or metavar or None, "parser": parser, **limits}
+    return option(shown, f"{each.help}{repeated}{also}", *flags, **settings)
 
 
 def options_of(names: Iterable[str], **defaults: Any) -> type:
@@ -172,26 +184,16 @@ def chat_models(context: typer.Context, **more: Any) -> ModelOptions:
 
 
 Target = Annotated[str | None, declared_option("target")]
-Draft = Annotated[str | None, declared_option("draft")]
-Quantize = Annotated[str | None, declared_option("quantize")]
 Dtype = Annotated[DTYPES, declared_option("dtype")]
 Device = Annotated[str | None, declared_option("device")]
-Compile = Annotated[bool, declared_option("compile")]
-BatchSize = Annotated[int, declared_option("batch_size")]
-ThreadOptions = options_of(["threads"])
-
-
-class FormOptions:
-    """The options for structured output, of which at most one is given."""
-
-    json_schema: JsonSchemaFile = None
-    regex: Regex = None
-    choice: Choices = None
-    lark_file: LarkFile = None
+Where = options_of(["dtype", "device", "threads"])
 
 
 def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds the options of `groups` to a command, whose values are in `context.params`."""
+    """Return a decorator that adds the options of `groups` to a command, whose values are in `context.params`.
+
+    An option of several groups is that of the first.
+    """
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -208,15 +210,14 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
             else:
                 command(**arguments)
 
-        added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=kind)
-            for group in groups
-            for name, kind in get_type_hints(group, include_extras=True).items()
-            if name not in own
-        ]
-        parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values()), *added]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        parameters = {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in own.items()}
+        for group in groups:
+            for name, kind in get_type_hints(group, include_extras=True).items():
+                usual = getattr(group, name)
+                each = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual, annotation=kind)
+                parameters.setdefault(name, each)
+        run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {name: each.annotation for name, each in parameters.items()}
         return run
 
     return extended

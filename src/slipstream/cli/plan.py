@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.console import busy, console, human_size, steps
+from slipstream.cli.console import busy, console, figures_table, human_size, steps
 from slipstream.cli.options import (
+    BATCH,
+    CHAT,
+    FORCE,
     MODELS,
     OUTPUT,
     SAMPLING,
-    Batches,
-    Chat,
-    File,
-    Force,
     Prompts,
     asked_models,
     grouped,
-    option,
     options_of,
+    own,
+    panel,
     refuse_others,
     with_options,
     written_parameters,
 )
-from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures, plan_table
+from slipstream.cli.options import PROMPTS as COMMON_PROMPTS
+from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures
 from slipstream.cli.plan_fleet import FleetOptions, show_fleets
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
@@ -47,56 +48,44 @@ if TYPE_CHECKING:
 
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
 QUICK_PROMPTS, PROMPTS = 8, 32
-Drafts = Annotated[
-    list[str] | None, option(MODELS, "As for generate. Repeatable: the best is planned.", "--draft", metavar="DRAFT")
-]
-Gammas = Annotated[
-    list[int] | None, option(MODELS, "Try only these. Repeatable. Without: 1 to 10.", "--gamma", metavar="N", min=1)
-]
-NewTokens = Annotated[int | None, option(SAMPLING, "Tokens of every completion; 128.", metavar="N", min=2)]
-Sample = Annotated[int | None, option(SAMPLING, "Prompts taken, evenly from all; 32.", metavar="N", min=2)]
-Repetitions = Annotated[int | None, option(None, "Runs of the choice against plain; 3.", metavar="N", min=1)]
-Quick = Annotated[bool, option(None, "Under a minute: 8 prompts, 48 tokens, gamma up to 8.", "--quick")]
-NetworkMs = Annotated[
-    float | None,
-    option(None, "The draft is to run elsewhere, so many milliseconds away, there and back.", metavar="X", min=0),
-]
-Save = Annotated[str | None, option(OUTPUT, "Write the plan, for generate --plan.", metavar="FILE")]
-SavedPlan = Annotated[
-    str | None, option(OUTPUT, "Show or export this plan; measure nothing.", "--plan", metavar="FILE")
-]
-Export = Annotated[
-    list[str] | None, option(OUTPUT, "transformers, vllm, sglang or llama.cpp. Repeatable.", metavar="ENGINE")
-]
-Plot = Annotated[str | None, option(OUTPUT, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", metavar="FILE")]
-Json = Annotated[bool, option(OUTPUT, "The plan with all figures as one JSON object.", "--json")]
+Work = panel(
+    None,
+    file=COMMON_PROMPTS,
+    chat=CHAT,
+    repetitions=own(int | None, None, "Runs of the choice against plain; 3.", "N", min=1),
+    quick=own(bool, False, "Under a minute: 8 prompts, 48 tokens, gamma up to 8."),
+    network_ms=own(
+        float | None, None, "The draft is to run elsewhere, so many milliseconds away, there and back.", "X", min=0
+    ),
+)
+Planned = panel(
+    MODELS,
+    draft=own(list[str] | None, None, "As for generate. Repeatable: the best is planned.", "DRAFT"),
+    gamma=own(list[int] | None, None, "Try only these. Repeatable. Without: 1 to 10.", "N", min=1),
+    batch=BATCH,
+)
+Texts = panel(
+    SAMPLING,
+    max_new_tokens=own(int | None, None, "Tokens of every completion; 128.", "N", min=2),
+    sample=own(int | None, None, "Prompts taken, evenly from all; 32.", "N", min=2),
+)
+Output = panel(
+    OUTPUT,
+    saved_plan=own(str | None, None, "Show or export this plan; measure nothing.", "FILE", "--plan"),
+    save=own(str | None, None, "Write the plan, for generate --plan.", "FILE"),
+    export=own(list[str] | None, None, "transformers, vllm, sglang or llama.cpp. Repeatable.", "ENGINE"),
+    plot=own(str | None, None, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", "FILE"),
+    force=FORCE,
+    as_json=own(bool, False, "The plan with all figures as one JSON object.", flag="--json"),
+)
 
 
 @app.command()
 @with_options(
-    *(FigureOptions, FleetOptions, options_of(["target", "verify"], verify="block")),
-    *(grouped("compile", "task", "threads", "target", without=["tp_plan"]), options_of([*SHAPES, "seed"])),
+    *(Work, Planned, Texts, FigureOptions, FleetOptions, options_of(["target", "verify"], verify="block")),
+    *(grouped("compile", "task", "threads", "target", without=["tp_plan"]), options_of([*SHAPES, "seed"]), Output),
 )
-def plan(
-    context: typer.Context,
-    prompts: Prompts = None,
-    file: File = None,
-    chat: Chat = False,
-    draft: Drafts = None,
-    gamma: Gammas = None,
-    batch: Batches = None,
-    max_new_tokens: NewTokens = None,
-    sample: Sample = None,
-    repetitions: Repetitions = None,
-    quick: Quick = False,
-    network_ms: NetworkMs = None,
-    saved_plan: SavedPlan = None,
-    save: Save = None,
-    export: Export = None,
-    plot: Plot = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
+def plan(context: typer.Context, prompts: Prompts = None) -> None:
     """Measure acceptance and costs, predict the speed of every gamma, choose, and run the choice.
 
     Example: slipstream plan --target TARGET --draft DRAFT --prompts prompts.jsonl --save plan.json
@@ -107,17 +96,24 @@ def plan(
     """
     if _answered_at_once(context):
         return
-    settings = _settings(context.params)
-    _check_outputs(context.params)
-    texts = _prompts(prompts or [], file, chat, sample or (QUICK_PROMPTS if quick else PROMPTS))
+    params = context.params
+    settings = _settings(params)
+    _check_outputs(params)
+    most = params["sample"] or (QUICK_PROMPTS if params["quick"] else PROMPTS)
+    texts = _prompts(prompts or [], params["file"], params["chat"], most)
     with busy(console(stderr=True), "loading"):
         models = asked_models(context, draft=None, gamma=None)
-        engine, drafters = _load(models, draft or [], settings.sizes)
+        engine, drafters = _load(models, params["draft"] or [], settings.sizes)
     report = _measured(engine, drafters, texts, settings)
     made = report.plan(models, engine.decoder.target.vocab)
-    print(json_text(made.as_dict(), ensure_ascii=False)) if as_json else _show(report, console())
-    _write(made, report, save, plot)
-    _export(made, export or [])
+    print(json_text(made.as_dict(), ensure_ascii=False)) if params["as_json"] else _show(report, console())
+    if params["save"]:
+        made.save(params["save"])
+    if params["plot"]:
+        from slipstream.plan.plot import draw
+
+        draw(report, params["plot"])
+    _export(made, params["export"] or [])
     if report.interrupted:
         say("interrupted: the choice was not run to the end.")
         raise typer.Exit(INTERRUPTED)
@@ -222,15 +218,6 @@ def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any]
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _write(made: Plan, report: PlanReport, save: str | None, plot: str | None) -> None:
-    if save:
-        made.save(save)
-    if plot:
-        from slipstream.plan.plot import draw
-
-        draw(report, plot)
-
-
 def _export(made: Plan, engines: Sequence[str]) -> None:
     from slipstream.plan.exports import export
 
@@ -289,7 +276,7 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
     screen.print("kept at least i tokens: " + " ".join(f"{chance:.2f}" for chance in outlook.survival))
     plain = f"plain step {1000 * outlook.costs.step:.1f} ms, T(1) {1000 * outlook.costs.single:.1f} ms"
     screen.print(f"{plain}; once per text the draft reads the prompt: {1000 * outlook.costs.startup:.1f} ms")
-    table = plan_table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
+    table = figures_table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
     for each in outlook.predictions:
         mark = "*" if each is outlook.best else " "
         figures = (each.iid, each.tokens_per_call, each.curve, each.c, each.round, each.factor)
@@ -299,7 +286,7 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
 
 
 def _show_memory(report: PlanReport, screen: Console) -> None:
-    table = plan_table("memory", "weights", "cache per token", "cache, longest texts")
+    table = figures_table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
         table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
     screen.print()

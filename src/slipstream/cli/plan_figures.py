@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from slipstream.cli.console import console
-from slipstream.cli.options import option
+from slipstream.cli.console import console, figures_table
+from slipstream.cli.options import own, panel
 from slipstream.plan.from_figures import Figures, promise
 from slipstream.text.jsontext import json_text
 
-FIGURES = "Without models"
+FigureOptions = panel(
+    "Without models",
+    alpha=own(float | None, None, "Chance that a drafted token is kept.", "X", min=0, max=1),
+    cost=own(float | None, None, "A draft step's time over a target step's (c).", "X", min=0),
+    operations_cost=own(float | None, None, "The same for operations (c-hat); without: as --cost.", "X", min=0),
+    curve=own(str | None, None, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", "1,X,.."),
+    step_ms=own(float | None, None, "Milliseconds of a target step, for --network-ms.", "X", min=0.001),
+)
+"""The options any of which selects a plan from known figures, without measuring."""
 
-Alpha = Annotated[float | None, option(FIGURES, "Chance that a drafted token is kept.", metavar="X", min=0, max=1)]
-Cost = Annotated[float | None, option(FIGURES, "A draft step's time over a target step's (c).", metavar="X", min=0)]
-Operations = Annotated[
-    float | None, option(FIGURES, "The same for operations (c-hat); without: as --cost.", metavar="X", min=0)
-]
-Curve = Annotated[str | None, option(FIGURES, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", metavar="1,X,..")]
-StepMs = Annotated[
-    float | None, option(FIGURES, "Milliseconds of a target step, for --network-ms.", metavar="X", min=0.001)
-]
-
-ONLY_FIGURES = {"alpha", "cost", "operations_cost", "curve", "step_ms"}
-"""The options any of which selects a plan without models."""
-
-
-class FigureOptions:
-    """The options of a plan from known figures, without measuring."""
-
-    alpha: Alpha = None
-    cost: Cost = None
-    operations_cost: Operations = None
-    curve: Curve = None
-    step_ms: StepMs = None
+ONLY_FIGURES = {*FigureOptions.__annotations__}
 
 
 def from_figures(params: dict[str, Any]) -> None:
@@ -60,7 +46,7 @@ def from_figures(params: dict[str, Any]) -> None:
 
 
 def _show(figures: Figures, curved: bool, step: float | None, screen: Console) -> None:
-    table = plan_table("gamma", "tokens per call", "x plain", "operations x plain")
+    table = figures_table("gamma", "tokens per call", "x plain", "operations x plain")
     for line in figures.lines:
         mark = "*" if line.gamma == figures.best.gamma else " "
         cells = (f"{line.tokens_per_call:.2f}", f"{line.walltime_factor:.2f}", f"{line.operations_factor:.2f}")
@@ -88,11 +74,3 @@ def about_distance(delay: float, longest: float) -> str:
     if delay >= longest:
         return f"{where}, which does not pay: it would up to {longest:.3g} ms."
     return f"{where}; up to {longest:.3g} ms it pays."
-
-
-def plan_table(*names: str) -> Table:
-    """Return an empty table of figures by gamma."""
-    table = Table(box=None, pad_edge=False, header_style="")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    return table

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.app import INTERRUPTED, say
-from slipstream.cli.console import console, steps
-from slipstream.cli.options import option
+from slipstream.cli.console import console, figures_table, steps
+from slipstream.cli.options import own, panel
 from slipstream.engine.plan_file import Plan
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
     from slipstream.plan.fleet import Service
 
-FLEET = "A simulated fleet"
-
-Replicas = Annotated[
-    list[int] | None,
-    option(FLEET, "Replicas of what --plan measured. Repeatable.", "--replicas", metavar="N", min=1, max=100_000),
-]
-Trace = Annotated[
-    str | None, option(FLEET, "When requests come, with their tokens: a CSV file.", "--trace", metavar="FILE")
-]
-Load = Annotated[float, option(FLEET, "Requests over those of the trace.", "--load", metavar="X", min=0.0)]
-Price = Annotated[
-    float | None, option(FLEET, "What a replica costs an hour, in any money.", "--price", metavar="X", min=0.0)
-]
-
 EVERY = 1000
 """The number of requests between two updates of the progress bar."""
 
 
-class FleetOptions:
-    """The options of a simulated fleet and its load."""
-
-    replicas: Replicas = None
-    trace: Trace = None
-    load: Load = 1.0
-    price: Price = None
+FleetOptions = panel(
+    "A simulated fleet",
+    replicas=own(list[int] | None, None, "Replicas of what --plan measured. Repeatable.", "N", min=1, max=100_000),
+    trace=own(str | None, None, "When requests come, with their tokens: a CSV file.", "FILE"),
+    load=own(float, 1.0, "Requests over those of the trace.", "X", min=0.0),
+    price=own(float | None, None, "What a replica costs an hour, in any money.", "X", min=0.0),
+)
 
 
 def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
@@ -88,10 +72,8 @@ def _as_dict(by_replicas: dict[int, dict[str, Service]], price: float | None, ro
 
 
 def _show(by_replicas: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> None:
-    screen, table = console(), Table(box=None, pad_edge=False, header_style="")
     heads = ("replicas", "decoding", "busy", "tokens/s", "first p50", "p99", "gap p99", "behind")
-    for number, name in enumerate((*heads, *(() if price is None else ("cost/M",)))):
-        table.add_column(name, justify="left" if number == 1 else "right", no_wrap=True)
+    screen, table = console(), figures_table(*heads, *(() if price is None else ("cost/M",)))
     for replicas, kinds in by_replicas.items():
         for name, each in kinds.items():
             first, between = each.first_token, each.between["p99"]

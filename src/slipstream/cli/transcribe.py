@@ -11,13 +11,7 @@ import typer
 
 from slipstream.cli.app import app, say, tell
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import (
-    Plain,
-    asked_models,
-    grouped,
-    options_of,
-    with_options,
-)
+from slipstream.cli.options import Plain, asked_models, grouped, options_of, own, panel, with_options
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -34,43 +28,43 @@ class TranscriptFormat(StrEnum):
 
 
 Sounds = Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV files; others need the package soundfile.")]
-Language = Annotated[str | None, typer.Option(metavar="CODE", help="The language spoken, as de; English without it.")]
-Translate = Annotated[bool, typer.Option("--translate", help="Write English for any spoken language.")]
-FormOption = Annotated[
-    TranscriptFormat, typer.Option("--format", help="text; json, with times; or subtitles, srt or vtt.")
-]
-Json = Annotated[bool, typer.Option("--json", help="A JSON line per file: the same as --format json.")]
+Speech = panel(
+    None,
+    language=own(str | None, None, "The language spoken, as de; English without it.", "CODE"),
+    translate=own(bool, False, "Write English for any spoken language."),
+    form=own(
+        TranscriptFormat,
+        TranscriptFormat.TEXT,
+        "text; json, with times; or subtitles, srt or vtt.",
+        flag="--format",
+    ),
+    as_json=own(bool, False, "A JSON line per file: the same as --format json.", flag="--json"),
+)
 
 
 @app.command()
 @with_options(
-    grouped("pair", "rounds", "compile", "threads", "target", gamma=5, verify="block"), options_of(["temperature"])
+    *(grouped("pair", "rounds", "compile", "threads", "target", gamma=5, verify="block"), options_of(["temperature"])),
+    *(Plain, Speech),
 )
-def transcribe(
-    context: typer.Context,
-    sounds: Sounds,
-    plain: Plain = False,
-    language: Language = None,
-    translate: Translate = False,
-    form: FormOption = TranscriptFormat.TEXT,
-    as_json: Json = False,
-) -> None:
+def transcribe(context: typer.Context, sounds: Sounds) -> None:
     """Write down what is said in sound files, with a Whisper as the target and a smaller one as its draft.
 
     Example: slipstream transcribe talk.wav --target openai/whisper-small --draft openai/whisper-tiny --format srt
     """
-    if context.params["target"] is None:
+    params = context.params
+    if params["target"] is None:
         raise ValueError("the embedded target reads text: name a Whisper with --target, such as openai/whisper-small.")
     with busy(console(stderr=True), "loading"):
         from slipstream.engine.load import load
 
         engine = load(asked_models(context), progress=say)
     tell(engine.notes)
-    form = TranscriptFormat.JSON if as_json else form
-    task, timestamps = "translate" if translate else "transcribe", form is not TranscriptFormat.TEXT
+    form = TranscriptFormat.JSON if params["as_json"] else params["form"]
+    task, timestamps = "translate" if params["translate"] else "transcribe", form is not TranscriptFormat.TEXT
     for sound in sounds:
-        how = {"task": task, "timestamps": timestamps, "temperature": context.params["temperature"], "plain": plain}
-        transcript = engine.transcribe(sound, language=language, **how)
+        how = {name: params[name] for name in ("language", "temperature", "plain")}
+        transcript = engine.transcribe(sound, task=task, timestamps=timestamps, **how)
         print(_printed(transcript, sound, form), flush=True)
 
 
