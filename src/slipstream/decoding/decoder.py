@@ -67,6 +67,7 @@ class Decoder:
     rng: Rng = draw
     experience: Experience = field(default_factory=Experience, compare=False)
     verification: Verification = field(default=verify_eagerly, compare=False)
+    compiled: bool = False  # passes become graphs, each when it is first needed or by `Engine.warm_up`
     inside: bool = False  # it decodes a draft: a position without a law gets an arbitrary one, and the text goes on
 
     def __post_init__(self) -> None:

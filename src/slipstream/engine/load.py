@@ -115,7 +115,7 @@ def load(
     context = BuildContext(scorer, tokenizer, dtype, how.device, shape, mode=ahead, independent=bool(chosen.paths))
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=how.batch_size, verification=verification)
-    media, notes = _media(scorer, how.processor)
+    decoder, (media, notes) = replace(decoder, compiled=how.compile), _media(scorer, how.processor)
     notes += [*_notes(context, decoder, media is not None, proposes=draft is made is None), *own.notes]
     exact = how.exact_shape and draft is not None
     engine = Engine(decoder, tokenizer, own.eos, chosen, exact, notes, framing, media, own)

@@ -265,8 +265,10 @@ class Worker:
     def _run(self) -> None:
         """Warm up, then run searches and rounds until the server ends; an error ends all requests."""
         try:
-            batches = (1, 2) if self.engine.decoder.batch_size > 1 else (1,)
-            self.engine.warm_up(batches, EVERY_KIND)  # so that no graph is compiled while requests wait
+            if self.engine.decoder.compiled:  # no graph is to be made while requests wait
+                self.engine.warm_up((1, 2) if self.engine.decoder.batch_size > 1 else (1,), EVERY_KIND)
+            else:
+                self.engine.warm_up()
             self._scheduler = self._new_scheduler()  # warming up used schedulers of its own
             self.ready = True
             self._call(self.on_ready)
