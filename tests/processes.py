@@ -6,21 +6,28 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-ERRORS = 2  # the number of stderr
+INPUT, OUTPUT, ERRORS = range(3)  # the numbers of the standard streams
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["slipstream.cli.serve", "slipstream.serve.server", "slipstream.engine.load"])
 
 
 class Command:
-    """`slipstream ARGUMENTS` as a process with its own stderr, in the terms of `subprocess.Popen`."""
+    """`slipstream ARGUMENTS` as a process with its own stderr, in the terms of `subprocess.Popen`.
 
-    def __init__(self, *arguments: str) -> None:
+    `streams` are files for its standard streams, by their numbers; `first` is called before the command.
+    """
+
+    def __init__(
+        self, *arguments: str, streams: Mapping[int, int] | None = None, first: Callable[[], object] = bool
+    ) -> None:
         reading, writing = os.pipe()
-        self._process = forks.Process(target=_run, args=(arguments, DupFd(writing)), daemon=True)
+        files = {number: DupFd(file) for number, file in {ERRORS: writing, **(streams or {})}.items()}
+        self._process = forks.Process(target=_run, args=(arguments, files, first), daemon=True)
         self._process.start()
         os.close(writing)
         self.stderr = os.fdopen(reading, encoding="utf-8")
@@ -56,10 +63,16 @@ class Command:
         return self._process.exitcode
 
 
-def _run(arguments: tuple[str, ...], errors: Any) -> None:
+def _run(arguments: tuple[str, ...], files: dict[int, Any], first: Callable[[], object]) -> None:
     from slipstream.cli import main
 
-    os.dup2(errors.detach(), ERRORS)
+    os.setsid()
+    for number, file in files.items():
+        os.dup2(file.detach(), number)
+    if INPUT in files:
+        sys.stdin = os.fdopen(INPUT, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(OUTPUT, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(ERRORS, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.argv = ["slipstream", *arguments]
+    first()
     main()

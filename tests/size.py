@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,12 @@ CEILINGS = {
 }
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a module."""
+    return ast.parse(source)
+
+
 def lines(*folders: Path) -> int:
     """Return the number of lines of code files in these folders."""
     files = (path for folder in folders for kind in ("*.py", "*.cpp", "*.h") for path in folder.rglob(kind))
@@ -43,7 +50,7 @@ def naming(word: str) -> int:
 
 def shared_names(sources: list[str]) -> list[str]:
     """Return the names that classes of several modules have."""
-    trees = (ast.walk(ast.parse(source)) for source in sources)
+    trees = (ast.walk(parsed(source)) for source in sources)
     found = Counter(name for tree in trees for name in {node.name for node in tree if isinstance(node, ast.ClassDef)})
     return sorted(name for name, modules in found.items() if modules > 1)
 
@@ -51,7 +58,7 @@ def shared_names(sources: list[str]) -> list[str]:
 def helpers(source: str) -> tuple[int, int]:
     """Return how many functions a module has, and how many private ones its code names just once."""
     named, functions = Counter[str](), list[str]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Name | ast.Attribute):
             named[node.id if isinstance(node, ast.Name) else node.attr] += 1
         elif isinstance(node, ast.FunctionDef):
@@ -64,7 +71,7 @@ def arrows(package: Path = SOURCE) -> set[tuple[str, str]]:
     found = set()
     for path in package.rglob("*.py"):
         room = path.relative_to(package).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slipstream."):
                 found.add((room, str(node.module).split(".")[1]))
     return {(one, other) for one, other in found if one != other}

@@ -162,7 +162,7 @@ def level(room: str) -> int | None:
 def imports(room: str, source: str, is_package: bool = False) -> Iterator[Import]:
     """Every import of a module, also inside functions, under TYPE_CHECKING and by `import_module("...")`."""
     here = ["slipstream", *([] if room == "__init__" else room.split("."))]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(size.parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -339,7 +339,7 @@ def json_faults(room: str, source: str) -> list[str]:
     """Uses of `json.dump` and `json.dumps`, which write NaN and Infinity that no other reader of JSON takes."""
     names = [
         (node.lineno, node.attr if isinstance(node, ast.Attribute) else alias)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(size.parsed(source))
         for alias in (
             [a.name for a in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else [""]
         )
@@ -398,9 +398,11 @@ def test_bounds_are_read_as_they_are_written() -> None:
 def naming_faults(file: str, source: str) -> list[str]:
     """Uses of a name that some versions of transformers, or some models, have for a cache."""
     names = {"past_key_values", "cache_params"}
+    if not any(name in source for name in names):  # most files, which need not be parsed
+        return []
     spoken = (
         (node, name)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(size.parsed(source))
         for name in (getattr(node, field, None) for field in ("id", "attr", "arg", "value"))
         if isinstance(name, str) and name in names
     )
@@ -432,7 +434,7 @@ def code_lines(source: str) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SILENT:
             code.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(size.parsed(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if ast.get_docstring(node) is not None:
@@ -466,7 +468,7 @@ def size_faults(room: str, source: str) -> list[str]:
     if (length := len(source.splitlines())) >= MODULE_LINES:
         faults.append(f"{room} has {length} lines, under {MODULE_LINES} are allowed")
     code, heart = code_lines(source), dict(HEART.get(room, {}))
-    for name, node in functions(ast.parse(source), room):
+    for name, node in functions(size.parsed(source), room):
         limit = min(FUNCTION_LINES, heart.pop(node.name, FUNCTION_LINES))
         span = len(code & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
         if span > limit:
@@ -550,7 +552,7 @@ def is_private(name: str) -> bool:
 def privacy_faults(source: str) -> list[str]:
     """Uses of private names that belong to others: imported, as attributes, and by their names in text."""
     faults = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(size.parsed(source)):
         names = list[str]()
         if isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
@@ -639,9 +641,14 @@ def test_core_needs_no_command_line() -> None:
     assert run.returncode == 0, run.stderr
 
 
+SERVER = ("fastapi", "starlette", "uvicorn", "httpx", "prometheus_client", "multipart")
+"""What the extra `serve` installs; pydantic comes with typer too."""
+
+
 def test_commands_need_no_package_of_an_extra() -> None:
-    """What every command imports, on a machine that has only what the project itself needs."""
-    run = import_without("import slipstream.engine.load, slipstream.engine.options", "PIL", "soundfile", "llguidance")
+    """What commands import, `batch` too, on a machine that has only what the project itself needs."""
+    source = "import slipstream.engine.options, slipstream.serve.batch.direct, slipstream.serve.batch.journal"
+    run = import_without(source, "PIL", "soundfile", "llguidance", *SERVER)
     assert run.returncode == 0, run.stderr
 
 

