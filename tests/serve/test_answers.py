@@ -6,6 +6,7 @@ import json
 import math
 
 from slipstream.serve.answers import AnswerMetrics, CompletionAnswer, TextChoice
+from slipstream.serve.output import answered, with_choices
 
 
 def completion(text: str, **fields: float) -> CompletionAnswer:
@@ -20,6 +21,14 @@ def test_a_text_never_ends_the_line_of_an_event() -> None:
     found = completion(text).json_text()
     assert found.splitlines() == [found] and found.isascii()
     assert json.loads(found)["choices"][0]["text"] == text
+
+
+def test_choices_that_become_text_one_by_one_make_the_same_text() -> None:
+    whole = completion('"choices":[]').model_copy(
+        update={"model": '"choices":[]', "choices": completion("x").choices * 3}
+    )
+    bare = whole.model_copy(update={"choices": []})
+    assert with_choices(bare, whole.choices).body == answered(whole).body != answered(bare).body
 
 
 def test_what_is_empty_is_left_out_unless_clients_expect_null() -> None:

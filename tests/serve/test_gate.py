@@ -38,6 +38,24 @@ async def cancelled(app: ASGIApp) -> httpx.Response:
         return await client.get("/health")
 
 
+async def ignoring(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that leaves fields without effect, whose names clients have made."""
+    scope["state"]["ignored"] = ["user", "user", "é\r\nSet-Cookie: a=b", "\ud83d", *map(str, range(9000))]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_names_of_clients_cannot_break_the_header_that_repeats_them() -> None:
+    transport = httpx.ASGITransport(Gate(ignoring, ServeSettings(("model",)), AccessLog(None)))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/health")
+
+    header = asyncio.run(ask()).headers["x-slipstream-ignored"]
+    assert header.startswith(r"user, \xe9\r\nSet-Cookie: a=b, \ud83d, 0, 1,") and len(header) == 4096
+
+
 def test_a_request_broken_off_before_its_answer_began_is_unavailable_and_one_after_is_cut() -> None:
     answer = asyncio.run(cancelled(never))
     assert answer.status_code == 503

@@ -62,6 +62,7 @@ MANY = {
     "objects": ("[" + "{}," * 200 + "{}]", "125 lists, objects and fields"),
     "fields": (json.dumps({str(i): 1 for i in range(200)}), "125 lists, objects and fields"),
     "escapes": (json.dumps("\n" * 5000), "4000 escapes"),
+    "numbers": (f"[{'9' * 9000},{'9' * 9000}]", "16000 characters outside"),
     "depth": ("[" * 120, "EOF"),
     "half a character": ('"\\ud800"', "Invalid JSON"),
     "nothing": ("{]", "Invalid JSON"),

@@ -128,7 +128,7 @@ def _kinds(model: type[Body]) -> tuple[Any, ...]:
 
 def _check_other(name: str, value: Any, model: type[Body]) -> None:
     """Raise FieldError for a field that is not a model's own, unless its value changes nothing."""
-    shown = ascii(name)[1:-1][:64]  # it comes from a client: long, or half of a character
+    shown = ascii(name[:64])[1:-1][:64]  # it comes from a client: long, or half of a character
     if name not in model.others:
         near = get_close_matches(shown, [*_names(model), *model.others], 1)
         hint = f"did you mean {near[0]}?" if near else "leave it out."

@@ -35,6 +35,9 @@ HEADER_BYTES = 64 << 10
 REASON = 300
 """The most characters of the log's reason for a refusal."""
 
+IGNORED = 4096
+"""The most characters of the header that names fields without effect."""
+
 BODY_SECONDS = 30.0
 """The longest wait for the next piece of a body."""
 
@@ -80,7 +83,8 @@ class Gate:
                 more = MutableHeaders(scope=message)
                 more["X-Request-Id"] = number
                 if unused := state.get("ignored"):
-                    more["X-Slipstream-Ignored"] = ", ".join(dict.fromkeys(unused))
+                    names = dict.fromkeys(ascii(each[:REASON])[1:-1] for each in unused)  # some are made by clients
+                    more["X-Slipstream-Ignored"] = ", ".join(names)[:IGNORED]
             await send(message)
 
         try:

@@ -31,7 +31,7 @@ WINDOW = 256 << 10
 ANYTHING = TypeAdapter[Any](Any)
 """Reads JSON into Python's values, in a third of the time that the standard library takes."""
 
-VALUES_PER_FIELD, ESCAPES_PER_VALUE = 8, 4
+VALUES_PER_FIELD, ESCAPES_PER_VALUE, MARKS_PER_VALUE = 8, 4, 16
 """What takes longer to read than a number in a list may come less often, what takes less long more often."""
 
 
@@ -145,6 +145,7 @@ def read_json(body: bytes, most: int) -> Any:
         ("values", size.values, most),
         ("lists, objects and fields", size.structure, most // VALUES_PER_FIELD),
         ("escapes in its texts", size.escapes, most * ESCAPES_PER_VALUE),
+        ("characters outside of texts", size.marks, most * MARKS_PER_VALUE),
     ):
         if count > limit:
             raise BadRequest(f"the body holds more than the {limit} {what} that are taken: send less in one request.")
@@ -156,11 +157,15 @@ def read_json(body: bytes, most: int) -> Any:
 
 @dataclass
 class JsonSize:
-    """What a JSON text holds: values, lists and objects and their fields (`structure`), and escapes in texts."""
+    """What a JSON text holds: values, lists and objects and their fields (`structure`), and escapes in texts.
+
+    `marks` are the characters outside of texts, without white space: those of numbers, mostly.
+    """
 
     values: int = 0
     structure: int = 0
     escapes: int = 0
+    marks: int = 0
 
     @staticmethod
     def of(body: bytes, most: int) -> JsonSize:
@@ -177,5 +182,6 @@ class JsonSize:
             inside ^= (len(parts) - 1) % 2
             structure = sum(map(marks.count, (b"{", b"[", b":")))
             size.structure += structure
+            size.marks += len(marks.translate(None, b" \t\r\n"))
             size.values += structure + marks.count(b",")
         return size

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from slipstream.core.law import ModelFault
 from slipstream.engine.generation import Completion, Piece
-from slipstream.serve.answers import Answer, ErrorAnswer
+from slipstream.serve.answers import Answer, Common, ErrorAnswer
 from slipstream.serve.faults import BadRequest, ServeError, ServiceUnavailable
 
 DONE = "[DONE]"
@@ -47,6 +47,16 @@ def streams(chunk: type[Answer]) -> dict[str, Any]:
 def answered(answer: Answer) -> Response:
     """Return an answer as an HTTP response."""
     return Response(answer.json_text(), media_type="application/json")
+
+
+def with_choices(answer: Common, choices: Sequence[Answer]) -> Response:
+    """Return an answer, whose choices are empty, with these as an HTTP response.
+
+    They become text one by one: while one does, no other thread runs.
+    """
+    text = ",".join(each.json_text() for each in choices)
+    whole = answer.json_text().replace('"choices":[]', f'"choices":[{text}]', 1)
+    return Response(whole, media_type="application/json")
 
 
 def finish_reason(completion: Completion) -> str:

@@ -22,6 +22,9 @@ from slipstream.serve.state import ServerState
 GRACE = 0.8
 """The seconds in which a server ends after the second signal, whatever still runs."""
 
+TURN = 1e-3
+"""The seconds after which a thread that computes gives the interpreter to another one, as to the event loop."""
+
 DIED, NOT_READY = 1, 130
 """The exit codes of a server whose worker failed, and of one that a signal ended before its models were ready."""
 
@@ -61,6 +64,7 @@ class Server(uvicorn.Server):
 
     def run_to_end(self) -> int:
         """Serve until a signal comes or the worker dies -> the exit code."""
+        sys.setswitchinterval(TURN)
         gc.collect()
         gc.freeze()  # a collection stops all threads, the longer the more there is to look at: the models need no look
         self.run(sockets=[self.listener])

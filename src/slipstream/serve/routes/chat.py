@@ -11,10 +11,10 @@ from slipstream.serve import answers
 from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.chats import begun
 from slipstream.serve.explain import Explainer
-from slipstream.serve.json_route import JsonRoute, Once
+from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_chat
 from slipstream.serve.options import speculation
-from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.output import ERRORS, completed, finish_reason, streams, with_choices
 from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest, StreamOptions
 from slipstream.serve.state import ServerState, state_of
@@ -38,10 +38,11 @@ async def chat_completions(body: Once[ChatRequest], request: Request) -> Respons
     state = state_of(request)
     state.check_model(body.model)
     call, tools = await begun(body, request)
-    answer = _ChatAnswer(state, body, call, tools)
+    answer = await off_loop(request, _ChatAnswer, state, body, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)
-    return answered(await unless_gone(request, answer.whole()))
+    texts = await unless_gone(request, call.collect())
+    return await off_loop(request, answer.whole, texts)
 
 
 class _ChatAnswer:
@@ -54,10 +55,10 @@ class _ChatAnswer:
         self.readers = [tools.reader(ticket.generation.request.prompt) for ticket in call.tickets]
         self.called = [False] * len(call.tickets)  # whether the answer has a call so far
 
-    async def whole(self) -> answers.ChatAnswer:
-        """Wait for all texts -> the whole answer."""
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        """Return the answer for the pieces of all texts."""
         choices = []
-        for index, pieces in enumerate(await self.call.collect()):
+        for index, pieces in enumerate(texts):
             completion = completed(pieces)
             deltas = [delta for piece in pieces for delta in self._read(index, piece)]
             choices.append(
@@ -69,7 +70,8 @@ class _ChatAnswer:
                     explained=self.explainer(pieces),
                 )
             )
-        return answers.ChatAnswer(**self.heading.fields, choices=choices, **self.call.about(speculation(self.body)))
+        about = self.call.about(speculation(self.body))
+        return with_choices(answers.ChatAnswer(**self.heading.fields, choices=[], **about), choices)
 
     async def events(self) -> AsyncIterator[str]:
         """Yield chunks as tokens come, then the usage if it was requested."""

@@ -18,7 +18,7 @@ from slipstream.serve.infill import infill_of
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import TextTokens
 from slipstream.serve.options import engine_options, speculation
-from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams, with_choices
 from slipstream.serve.schema import UNLIMITED, CompletionRequest, StreamOptions
 from slipstream.serve.selection import (
     beam_choices,
@@ -57,10 +57,11 @@ async def completions(body: Once[CompletionRequest], request: Request) -> Respon
     if body.suffix:
         prompts, options = await off_loop(request, _between, prompts, body, options, state)
     call = await state.call(request, prompts, options, "prompt")
-    answer = _CompletionAnswer(state, body, call)
+    answer = await off_loop(request, _CompletionAnswer, state, body, call)
     if body.stream:
         return EventStream(answer.events(), call)
-    return answered(await unless_gone(request, answer.whole()))
+    texts = await unless_gone(request, call.collect())
+    return await off_loop(request, answer.whole, texts)
 
 
 async def _searched(state: ServerState, body: CompletionRequest, request: Request) -> answers.CompletionAnswer:
@@ -129,9 +130,9 @@ class _CompletionAnswer:
         self.explainer = Explainer(state.spell, speculation(body).explain)
         self.tokens = [TextTokens(state.spelling, body.logprobs or 0, ticket.generation) for ticket in call.tickets]
 
-    async def whole(self) -> answers.CompletionAnswer:
-        """Wait for all completions, and return the answer."""
-        texts, choices = await self.call.collect(), []
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        """Return the answer for the pieces of all texts."""
+        choices = []
         written, asked = self.call.samples, self.body.n or 1
         places = most_probable(list(map(completed, texts)), written, asked) if written > asked else range(len(texts))
         for index, place in enumerate(places):
@@ -147,7 +148,7 @@ class _CompletionAnswer:
                 )
             )
         about = self.call.about(speculation(self.body))
-        return answers.CompletionAnswer(**self.heading.fields, choices=choices, **about)
+        return with_choices(answers.CompletionAnswer(**self.heading.fields, choices=[], **about), choices)
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events as tokens arrive, then the usage if it was requested."""

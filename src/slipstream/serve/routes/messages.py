@@ -44,7 +44,7 @@ async def messages(body: Once[MessagesRequest], request: Request) -> Response:
     chat = await off_loop(request, body.as_chat)
     call, tools = await begun(chat, request)
     request.state.ignored = ["thinking" if each == "reasoning_effort" else each for each in request.state.ignored]
-    answer = _MessageAnswer(request, chat, call, tools)
+    answer = await off_loop(request, _MessageAnswer, request, chat, call, tools)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))

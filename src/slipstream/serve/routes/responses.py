@@ -47,7 +47,8 @@ async def responses(body: Once[ResponsesRequest], request: Request) -> Response:
     plain = body.input if isinstance(body.input, str) and len(conversation.items) == 1 else None
     chat = await off_loop(request, as_chat, body, conversation.items)
     call, tools = await begun(chat, request, "input", None if body.instructions else plain)
-    answer = _ResponseAnswer(state, body, conversation, call, tools.reader(call.tickets[0].generation.request.prompt))
+    reader = await off_loop(request, tools.reader, call.tickets[0].generation.request.prompt)
+    answer = _ResponseAnswer(state, body, conversation, call, reader)
     if body.stream:
         return EventStream(answer.events(), call)
     return answered(await unless_gone(request, answer.whole()))
