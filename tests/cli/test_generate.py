@@ -122,7 +122,7 @@ def test_stream_prints_the_same(generate: Callable[..., Result], prompts: list[s
 
 
 def test_json_lines(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
-    result = generate("a", "日本", "--json", "--temperature", "0.9", "--seed", "3")
+    result = generate("a", "日本", "--json", "--temperature", "0.9", "--seed", "3", "--gamma", "5")
     lines = by_index(result)
     expected = completions(pair, "a", "日本", temperature=0.9, seed=3)
     assert [line["index"] for line in lines] == [0, 1]
@@ -138,7 +138,7 @@ def test_samples_of_a_prompt_have_lines_of_their_own(generate: Callable[..., Res
     sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3}
     want = [done.text for done in completions(pair, "a", "b", n=2, **sampled)]
     assert len(set(want)) == 4
-    options = ["a", "b", "--n", "2", "--temperature", "1", "--seed", "3"]
+    options = ["a", "b", "--n", "2", "--temperature", "1", "--seed", "3", "--gamma", "5"]
     lines = by_index(generate(*options, "--json"))
     assert [line["text"] for line in lines] == want
     assert [(line["index"], line["prompt"], line["sample"]) for line in lines] == [
@@ -229,8 +229,10 @@ def test_human_output_of_every_form(generate: Callable[..., Result], pair: tuple
     chat = [{"role": "user", "content": "hi"}]
     text, reply = (completion.text for completion in completions(pair, "abc", chat))
     assert generate("--prompts", "-", stdin=json.dumps({"tokens": ids})).stdout == f"abc{text}\n"
-    assert generate("--prompts", "-", stdin=json.dumps({"messages": chat})).stdout == f"{reply}\n"
-    assert generate("--chat", "hi").stdout == f"{reply}\n"
+    assert generate("--prompts", "-", stdin=json.dumps({"messages": chat})).stdout == f"hi\n\n{reply}\n"
+    assert generate("--chat", "hi").stdout == generate("--chat", "hi", "--stream").stdout == f"hi\n\n{reply}\n"
+    explained = generate("--chat", "hi", "--explain").stdout  # what was written, without the template's marks
+    assert "\nhi\n\n" in explained and "[user]" not in explained
 
 
 def test_stdin_as_one_prompt(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
@@ -408,7 +410,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_defaults(engine: Recorder) -> None:
     assert run("generate", "x").stdout == "xok\n"
-    assert engine.loaded == (ModelOptions(gamma=5, verify="block"), {"progress": say})
+    assert engine.loaded == (ModelOptions(gamma="auto", verify="block"), {"progress": say})
     assert engine.asked == {
         "max_new_tokens": 128,
         "lossless": False,

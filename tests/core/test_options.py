@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
+from slipstream.core.model_options import DRAFTS
 from slipstream.core.options import OPTIONS, SHAPES, table
+from slipstream.drafters.kinds import KINDS
 from test_house import ROOT
 
 # A process in which both tables have one more line, `extra_p` and `extra_how`. It prints where these are found: with
@@ -183,3 +185,27 @@ def test_numbers_are_possible_within_their_bounds_alone() -> None:
         with pytest.raises(ValueError, match=f"^{each.name}='x' is not possible"):
             each.check("x")
     assert "temperature" in SHAPES and "seed" not in SHAPES
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("generate --draft loo", ["lookup"]),
+        ("plan --draft da", ["datastore:"]),
+        ("bench --verify ", ["token", "block", "match", "coupled", "gbv:", "lenient:"]),
+        ("serve --target smo", ["smollm2"]),
+        ("chat --draft nonsense", []),
+    ],
+)
+def test_shells_complete_drafts_and_rules(line: str, found: list[str]) -> None:
+    words = f"slipstream {line}"
+    environment = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "slipstream"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == found
+
+
+def test_the_help_names_the_drafts_that_there_are() -> None:
+    """Completion must not wait for torch, which the table of drafts needs."""
+    unnamed = {"model", "quantized", "tls"}
+    assert {form.partition(":")[0] for form in DRAFTS} == KINDS.keys() - unnamed

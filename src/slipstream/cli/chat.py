@@ -53,7 +53,10 @@ COMMANDS = {
 
 @app.command()
 @with_options(
-    *(grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma=5, verify="block"), grouped("sampling")),
+    *(
+        grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma="auto", verify="block"),
+        grouped("sampling"),
+    ),
     *(Lossless, Plain, Talk, Output),
 )
 def chat(context: typer.Context) -> None:

@@ -60,7 +60,7 @@ LOADED = ("pair", "rounds", "tree", "plan", "shape", "task", "compile", "rows", 
 
 @app.command()
 @with_options(
-    *(grouped(*LOADED, gamma=5, verify="block"), grouped("sampling"), Forms),
+    *(grouped(*LOADED, gamma="auto", verify="block"), grouped("sampling"), Forms),
     *(grouped("samples", "beams", "output"), Output, Asked, Media, Lossless, Plain),
 )
 def generate(context: typer.Context, prompts: Prompts = None) -> None:
@@ -195,7 +195,8 @@ def _show_stream(work: Work) -> int:
 def _show_rounds(work: Work) -> int:
     if not work.good:
         return 0
-    explanation = Explanation(work.engine.decode, console(), [item.where for item in work.good])
+    prompts = [] if work.engine.frame else [item.shown for item in work.good]
+    explanation = Explanation(work.engine.decode, console(), [item.where for item in work.good], prompts)
     completions, code = work.run(on_round=explanation)
     explanation.finish()
     work.close(completions)

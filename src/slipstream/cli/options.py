@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -16,9 +17,9 @@ from rich.markup import escape
 
 from slipstream.cli.app import flag
 from slipstream.cli.ranks import on_ranks
-from slipstream.core.model_options import DEVICES, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
+from slipstream.core.model_options import DEVICES, DRAFTS, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
 from slipstream.core.options import OPTIONS, WHEN
-from slipstream.models.loading.pairings import chat_target
+from slipstream.models.loading.pairings import PAIRINGS, chat_target
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
@@ -26,6 +27,20 @@ MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
     """Return a typer option in a panel of the help; its text is escaped, so that [plot] is not read as a rich style."""
     return typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)
+
+
+def completing(forms: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a function with which shells complete a value that has one of these forms, such as "lookup" or "gbv:K"."""
+    begins = [re.sub(r"[A-Z].*", "", form) for form in forms]
+    return lambda incomplete: [begin for begin in begins if begin.startswith(incomplete)]
+
+
+COMPLETIONS = {
+    "target": completing(PAIRINGS),
+    "draft": completing(DRAFTS),
+    "verify": completing(("token", "block", "match", "coupled", "gbv:K", "lenient:L")),
+}
+"""The options whose values shells complete."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,8 @@ def panel(name: str | None, **options: OwnOption) -> type:
     kinds = dict[str, Any]()
     for each, it in options.items():
         flags = (it.flag or flag(each),) if it.flag or it.kind is bool else ()
-        kinds[each] = Annotated[it.kind, option(name, it.help, *flags, metavar=it.metavar, **it.limits)]
+        settings = {"metavar": it.metavar, "autocompletion": COMPLETIONS.get(each), **it.limits}
+        kinds[each] = Annotated[it.kind, option(name, it.help, *flags, **settings)]
     return type("Options", (), {"__annotations__": kinds, **{each: it.default for each, it in options.items()}})
 
 
@@ -143,6 +159,7 @@ def declared_option(name: str) -> Any:
     limits = {end: kind(bound) for end, bound in bounds.items() if math.isfinite(bound)}
     shown = MODELS if name in MODEL_OPTIONS else OUTPUT if each.group == "output" else SAMPLING
     settings = {"metavar": each.metavar or metavar or None, "parser": parser, **limits}
+    settings["autocompletion"] = COMPLETIONS.get(name)
     return option(shown, f"{each.help}{repeated}{also}", *flags, **settings)
 
 

@@ -44,7 +44,10 @@ Speech = panel(
 
 @app.command()
 @with_options(
-    *(grouped("pair", "rounds", "compile", "threads", "target", gamma=5, verify="block"), options_of(["temperature"])),
+    *(
+        grouped("pair", "rounds", "compile", "threads", "target", gamma="auto", verify="block"),
+        options_of(["temperature"]),
+    ),
     *(Plain, Speech),
 )
 def transcribe(context: typer.Context, sounds: Sounds) -> None:

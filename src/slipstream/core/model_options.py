@@ -22,6 +22,12 @@ RANKS = Literal["auto"] | dict[str, str]
 FLOATS = Literal["float32", "bfloat16", "float16"]
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
+DRAFTS = (
+    *("int4", "int8", "window:N", "lookup", "ngram:FILE", "datastore:DIR", "exit:LAYERS", "eagle3:NAME", "dflash:NAME"),
+    *("mtp", "heads:DIR", "tcp://HOST:PORT", "embedded", "plain"),
+)
+"""The forms of drafts besides names of models, for users; the table is `drafters.kinds.KINDS`."""
+
 
 def model_option(default: Any, group: str, help: str, metavar: str = "", kind: Any = str, **rest: Any) -> Any:
     """Return a field of a dataclass that is an option of models."""
@@ -41,9 +47,8 @@ class ModelOptions:
     draft: Any = model_option(
         None,
         "pair",
-        "Hub name or folder, int4, int8, window:N, lookup, ngram:FILE, datastore:DIR, exit:LAYERS, eagle3:NAME, "
-        "dflash:NAME, mtp, heads:DIR, tcp://HOST:PORT, embedded; chains 'a>b', choices 'a|b' and 'a||b' "
-        "(docs/drafts.md). Or --draft-model. Without: plain.",
+        f"Hub name or folder, {', '.join(DRAFTS)}; chains 'a>b', choices 'a|b' and 'a||b' (docs/drafts.md). Or "
+        "--draft-model. Without: the one declared for the target, else plain.",
         "DRAFT",
         changes=False,
     )

@@ -178,7 +178,8 @@ class CallFields:
         kind=float,
     )
     seed: int | Sequence[int] = option(
-        *(0, "Same seed, same text, no matter what else runs.", "0 or more", "[0, inf)"),
+        *(0, "Same seed, same text, whatever else runs; with gamma auto under the rule coupled.", "0 or more"),
+        bounds="[0, inf)",
         served="[-9223372036854775808, 9223372036854775807]",
         hf=None,
     )

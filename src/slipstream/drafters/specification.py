@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from slipstream.core.protocols import Drafter
@@ -135,7 +137,14 @@ def _build(syntax: Syntax, context: BuildContext) -> Drafter:
         return Bandit(among) if syntax.measured else Choice(among)
     if isinstance(syntax, Chain):
         return _chain(syntax.parts, context)
-    return KINDS[syntax.kind].build(context, syntax.value, **_options(syntax))
+    try:
+        return KINDS[syntax.kind].build(context, syntax.value, **_options(syntax))
+    except ValueError as error:
+        if syntax.kind != "model" or "/" in syntax.value or Path(syntax.value).exists():
+            raise
+        near = get_close_matches(syntax.value.partition(":")[0], KINDS, 1)
+        others = f"Did you mean {KINDS[near[0]].form}?" if near else f"Besides models a draft is {forms()}."
+        raise ValueError(f"{error} {others}") from error
 
 
 def _chain(parts: Sequence[DrafterTerm], context: BuildContext) -> Drafter:

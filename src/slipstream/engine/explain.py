@@ -93,10 +93,10 @@ class Story:
         self.lines.append(line)
         return line
 
-    def whole(self) -> Iterator[Span]:
-        """Yield prompt and output; a character that stayed incomplete is shown as INCOMPLETE."""
+    def whole(self, prompt: str = "") -> Iterator[Span]:
+        """Yield the prompt, as it was written or else decoded, and the output, with INCOMPLETE for cut characters."""
         source = self.row.request.source
-        begin = self._decode(self.row.request.prompt)
+        begin = prompt or self._decode(self.row.request.prompt)
         yield Span(f"{self._decode(source)}\n{begin}" if isinstance(source, tuple) else begin, "prompt")
         shown = _closed([span.text for span in self.spans])
         yield from (Span(text, span.kind) for text, span in zip(shown, self.spans, strict=True))
@@ -117,13 +117,16 @@ class Story:
 class Explanation:
     """Receives rounds (as `on_round`) and prints them: at once for one text, text by text at the end for several.
 
-    `names` are the titles of the texts, in the order of their requests. Call `finish` after the last round.
+    `names` are the titles of the texts, in the order of their requests, and `prompts` what was written for them, if
+    not the decoded tokens are to be shown. Call `finish` after the last round.
     """
 
-    def __init__(self, decode: Decode, console: Console, names: Sequence[str] = ("",)) -> None:
+    def __init__(
+        self, decode: Decode, console: Console, names: Sequence[str] = ("",), prompts: Sequence[str] = ()
+    ) -> None:
         self._decode = decode
         self._print = Printer(console)
-        self._names = names
+        self._names, self._prompts = names, prompts
         self._stories: dict[int, Story] = {}
 
     def __call__(self, round: Round) -> None:
@@ -147,7 +150,7 @@ class Explanation:
                 self._print.head()
                 for number, line in enumerate(story.lines, 1):
                     self._print.line(number, line)
-            self._print.whole(story)
+            self._print.whole(story, self._prompts[index] if self._prompts else "")
             self._print.figures(story.row.stats)
         if len(self._stories) > 1:
             self._print.title(f"all {len(self._stories)} texts")
@@ -184,10 +187,10 @@ class Printer:
             text.append_text(self._painted(_visible(span.text), span.kind))
         self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
 
-    def whole(self, story: Story) -> None:
+    def whole(self, story: Story, prompt: str) -> None:
         """Print prompt and output with their line breaks."""
         text = Text()
-        for span in story.whole():
+        for span in story.whole(prompt):
             text.append_text(self._painted(tame(span.text), span.kind))
         self._console.print()
         self._console.print(text, soft_wrap=True)

@@ -80,10 +80,12 @@ def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
             raise ValueError("the prompt is empty.")
         if isinstance(prompt, str):
             prompt.encode()
-            return Item(where, [{"role": "user", "content": prompt}]) if chat else Item(where, prompt, prompt)
+            asked = [{"role": "user", "content": prompt}]
+            return Item(where, asked, f"{prompt}\n\n") if chat else Item(where, prompt, prompt)
         if chat and isinstance(prompt[0], int):
             raise ValueError("--chat cannot wrap token ids.")
-        return Item(where, prompt)
+        last = "" if isinstance(prompt[0], int) else prompt[-1].get("content")
+        return Item(where, prompt, f"{last}\n\n" if last and isinstance(last, str) else "")
     except UnicodeEncodeError:
         return Item(where, error="the prompt is not valid Unicode text.")
     except ValueError as error:

