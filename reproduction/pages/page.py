@@ -113,7 +113,7 @@ def _place(run: dict[str, Any]) -> str:
 
 
 def page_file(out: Path) -> Path:
-    """Return the file of the page, beside the folder of the sheets: `reproduction/paper.md` for `reproduction/paper`."""
+    """Return the file of the page, beside that of the sheets: `reproduction/paper.md` for `reproduction/paper`."""
     out = out.absolute()
     return out.with_name(f"{out.name}.md")
 
