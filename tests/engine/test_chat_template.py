@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.engine.chat_template import ChatTemplate
+from slipstream.engine.chat_template import TOOL, ChatTemplate
 from slipstream.engine.requests import Chat, Encoder
 from tongues import byte_level
 
@@ -77,6 +81,43 @@ def test_developers_are_systems_where_only_these_are_known() -> None:
     messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
     assert written(JOINS, messages) == "<system>x<user>y"
     assert written(ROLES, messages) == "developer;user;"
+
+
+def test_developers_are_systems_where_the_word_is_no_role() -> None:
+    named = "{# for developers #}" + ROLES.replace("'developer', ", "")
+    ignored = "{% for m in messages if m.role != 'developer' %}{{ m.role }};{% endfor %}"
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    assert written(named, messages) == written(ignored, messages) == "system;user;"
+
+
+def test_ids_of_calls_are_nine_letters_where_only_such_are_taken() -> None:
+    nine = (
+        "{% for m in messages %}{% for id in [m.tool_call_id] + (m.tool_calls or []) | map(attribute='id') | list %}"
+        "{% if id and id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ id or '' }};{% endfor %}{% endfor %}"
+    )
+    other = [{**LOOP[1], "tool_calls": [{**CALL, "id": "abcDEF123"}]}, {**LOOP[2], "tool_call_id": "abcDEF123"}]
+    assert written(nine, [*LOOP, *other]) == ";;000000000;000000000;;abcDEF123;abcDEF123;"
+    assert written(nine.replace("raise_exception('id')", "''"), LOOP) == ";;call_1;call_1;"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(Path(os.environ.get("SLIPSTREAM_TEMPLATES", "none")).glob("*.jinja")), ids=str)
+def test_published_templates_write_what_they_write_of_messages_in_their_own_forms(file: Path) -> None:
+    """In the folder that the variable names; of an agent's loop, whose arguments are in the form that a template takes."""
+    made = encoder(file.read_text())
+    made.tokenizer.bos_token = "<s>"
+    native = list[str]()
+    for form in (json.loads, str):
+        function = {"name": "add", "arguments": form(CALL["function"]["arguments"])}
+        call = {"id": "000000000", "type": "function", "function": function}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {**LOOP[2], "tool_call_id": "000000000", "name": "add"}
+        with suppress(Exception):  # chat templates are programs and may raise any error
+            options = {"tokenize": False, "add_generation_prompt": True}
+            native.append(made.tokenizer.apply_chat_template([LOOP[0], asked, result], tools=[TOOL], **options))
+    if made.template.takes_tools and any("7" in each for each in native):
+        ours = made.tokenizer.decode(made(Chat(LOOP, [TOOL])))
+        assert ours.replace("call_1", "000000000") in native
 
 
 def test_empty_lists_of_calls_are_dropped() -> None:

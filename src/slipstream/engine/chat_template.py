@@ -22,7 +22,11 @@ TOOL = {
     "function": {
         "name": "probe",
         "description": "probe",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "probe"}},
+            "required": ["key"],
+        },
     },
 }
 """A tool to render a template with, to see whether it writes tools."""
@@ -32,6 +36,9 @@ WITHHELD = (
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
 )
 """Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set."""
+
+
+NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ChatTemplate:
@@ -57,10 +64,11 @@ class ChatTemplate:
 
     def _fitted(self, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         functions: dict[Any, Any] = {}  # names by the ids of the calls so far
+        short: dict[Any, str] = {}  # ids as the template takes them
         for message in messages:
             fitted = {name: value for name, value in message.items() if value is not None and name not in REASONING}
             calls = [self._call(call) for call in fitted.pop("tool_calls", ())]
-            if fitted["role"] == "developer" and "developer" not in self.source:
+            if fitted["role"] == "developer" and not self._developers:
                 fitted["role"] = "system"
             fitted.setdefault("content", fitted.get("refusal", ""))
             reasoning = next((message[name] for name in REASONING if message.get(name)), None)
@@ -71,6 +79,9 @@ class ChatTemplate:
                 functions |= {call.get("id"): _function(call).get("name") for call in calls}
             if fitted["role"] == "tool" and functions.get(fitted.get("tool_call_id")):
                 fitted.setdefault("name", functions[fitted["tool_call_id"]])
+            for named, key in [*((call, "id") for call in calls), (fitted, "tool_call_id")]:
+                if named.get(key) and self._short_ids and not NINE.fullmatch(named[key]):
+                    named[key] = short.setdefault(named[key], f"{len(short):09}")
             yield fitted
 
     def _call(self, call: Message) -> dict[str, Any]:
@@ -112,15 +123,26 @@ class ChatTemplate:
         return self._with_call('{"key": "value"}') is None
 
     @cached_property
+    def _developers(self) -> bool:
+        """Whether it knows the role, and writes a message of it."""
+        chat = [self._message("developer"), self._message("user")]
+        return "developer" in self.source and self._rendered(chat) not in (None, self._rendered(chat[1:]))
+
+    @cached_property
+    def _short_ids(self) -> bool:
+        """Whether the ids of calls have to be nine letters and digits, as those of Mistral."""
+        return self._with_call({}) is not None and self._with_call({}, "call_0123456789") is None
+
+    @cached_property
     def _reasoning(self) -> str | None:
         """The template's name for reasoning; None if it has none."""
         return next((name for name in REASONING if re.search(rf"\b{name}\b", self.source)), None)
 
-    def _with_call(self, arguments: Any) -> str | None:
+    def _with_call(self, arguments: Any, id: str = "000000000") -> str | None:
         """Return a chat with a call of these arguments as the template writes it."""
-        call = {"id": "000000000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        call = {"id": id, "type": "function", "function": {"name": "probe", "arguments": arguments}}
         asked = {**self._message("assistant", ""), "tool_calls": [call]}
-        result = {**self._message("tool"), "name": "probe", "tool_call_id": "000000000"}
+        result = {**self._message("tool"), "name": "probe", "tool_call_id": id}
         return self._rendered([self._message("user"), asked, result], [TOOL])
 
     def _message(self, role: str, text: str = "x") -> dict[str, Any]:

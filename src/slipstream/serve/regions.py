@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slipstream.serve import answers
+from slipstream.serve.families import END
 from slipstream.serve.ids import new_call_id
 
 KINDS = {
-    "content": "content",
+    **dict.fromkeys(("content", "response"), "content"),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content"),
 }
 """The fields of response templates that are texts -> the fields of a message that they become."""
@@ -31,7 +32,7 @@ class Regions:
     def __init__(
         self, template: Any, parse: ParseCalls | None = None, most: int | None = None, formed: bool = False
     ) -> None:
-        known = {*KINDS, CALLS} if parse else {*KINDS}
+        known = {*KINDS, CALLS, END} if parse else {*KINDS}
         self._fields = [field for field in template.fields.values() if field.open_re and field.name in known]
         self._outside = KINDS.get(template.implicit)  # None: text outside all regions is no part of the message
         self._parse, self._most = parse, most
@@ -98,7 +99,7 @@ class Regions:
             marks = [
                 (field, field.open_re, field.open_literals and not field.open_literal_can_extend)
                 for field in self._fields
-                if field.repeats or field.name not in self._used
+                if (field.repeats or field.name not in self._used) and (field.name != END or self._gap is not None)
             ]
         elif self._field.close_re is None:
             marks = []
@@ -114,7 +115,7 @@ class Regions:
                 held = min(held, match.start())
             elif best is None or (match.start(), -match.end()) < (best[1], -best[2]):
                 best = (field, match.start(), match.end())
-        return (None if best is not None and best[1] >= held else best), held
+        return (None if best is not None and best[1] >= held and not final else best), held
 
     def _end_calls(self, end: int, whole: bool) -> Iterator[answers.Delta]:
         """End a region of calls. If it holds none, its mark is text, and what follows is read again."""
@@ -135,7 +136,7 @@ class Regions:
 
     def _text(self, text: str) -> Iterator[answers.Delta]:
         """Yield a text as a part of the message, according to the region that it is in."""
-        kind = self._outside if self._field is None else KINDS[self._field.name]
+        kind = self._outside if self._field is None else KINDS.get(self._field.name)
         self._ended |= self._formed and self._field is None and bool(text.strip())
         if kind is None:
             self._lost = None if self._lost is None else self._lost + text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from slipstream.serve.families import form_of
 from slipstream.serve.regions import CALLS, Regions
 from slipstream.serve.schema import TOOL_NAME
 from slipstream.text.jsontext import json_text
@@ -35,11 +37,11 @@ class AnswerForm:
 
     @staticmethod
     def of(model: PreTrainedModel, tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> AnswerForm | None:
-        """Return the form of a model's answers: the tokenizer's `response_template`, else that of the model's type.
-
-        None if neither is known.
-        """
-        spec = getattr(tokenizer, "response_template", None) or _of_family(model, tokenizer)
+        """Return the form of a model's answers: the tokenizer's `response_template`, else that of its chat template's
+        marks, else that of the model's type; None if none is known."""
+        written = getattr(tokenizer, "chat_template", None) or ""
+        marks = form_of("\n".join(written.values()) if isinstance(written, dict) else written)
+        spec = getattr(tokenizer, "response_template", None) or marks or _of_family(model, tokenizer)
         return None if spec is None else AnswerForm(load_response_template(spec), tokenizer, tools)
 
     def regions(self, prompt: Sequence[int], most: int | None = None, formed: bool = False) -> Regions:
@@ -63,7 +65,7 @@ class AnswerForm:
             raise ValueError(f"this is no call: {error}") from None
         if field.content == XML and _between_tags(region, field):
             raise ValueError("this is no call: there is text between its parameters.")
-        return [_call(each) for each in _listed(found)]
+        return [call for each in _listed(found) for call in _calls(each)]
 
 
 def _of_family(model: PreTrainedModel, tokenizer: Any) -> Any:
@@ -85,12 +87,29 @@ def _call(found: Any) -> tuple[str, str]:
     function = found.get("function") if isinstance(found, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("this is no call: it has no name.")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not re.fullmatch(TOOL_NAME, function["name"]) or not isinstance(arguments, dict):
         raise ValueError("this is no call: its name or its arguments cannot be those of a tool.")
     return function["name"], json_text(arguments)
+
+
+def _calls(found: Any) -> list[tuple[str, str]]:
+    """Return the calls that were found: one, or those in a text of Python. Raises ValueError for anything else."""
+    if not isinstance(found, str):
+        return [_call(found)]
+    try:
+        body = ast.parse(found.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"this is no call: {error.msg}.") from None
+    calls = list[tuple[str, str]]()
+    for each in body.elts if isinstance(body, ast.List) else [body]:
+        if not isinstance(each, ast.Call) or each.args or not all(word.arg for word in each.keywords):
+            raise ValueError("this is no call: it has another form than name(argument=value).")
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in each.keywords}
+        calls.append(_call({"function": {"name": ast.unparse(each.func), "arguments": arguments}}))
+    return calls
 
 
 def _between_tags(region: str, field: Any) -> bool:
