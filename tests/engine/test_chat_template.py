@@ -103,7 +103,7 @@ def test_ids_of_calls_are_nine_letters_where_only_such_are_taken() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(Path(os.environ.get("SLIPSTREAM_TEMPLATES", "none")).glob("*.jinja")), ids=str)
 def test_published_templates_write_what_they_write_of_messages_in_their_own_forms(file: Path) -> None:
-    """In the folder that the variable names; of an agent's loop, whose arguments are in the form that a template takes."""
+    """In the folder that the variable names: of the loop of an agent, with arguments as a template takes them."""
     made = encoder(file.read_text())
     made.tokenizer.bos_token = "<s>"
     native = list[str]()
