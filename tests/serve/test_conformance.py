@@ -93,7 +93,7 @@ def shortened(case: Any) -> Any:
 
 def made_plain(case: Any, answer: Any) -> bool:
     """Put something plain in the place of the field that an error names, or leave it out -> whether that was done."""
-    body, named = case.body, re.split(r"[.\[]", answer.json()["error"]["param"])[0]
+    body, named = case.body, re.split(r"[.\[]", answer.json()["error"]["param"] or "")[0]
     plain = SHORT if named == LENGTHS.get(case.path) else PLAIN.get(named)
     if not isinstance(body, dict) or body.get(named) in (None, plain):
         return False

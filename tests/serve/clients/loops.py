@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -32,6 +36,17 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def described(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+described.__name__ = "add"
 NUMBERS = {name: {"type": "integer"} for name in "ab"}
 FUNCTION: dict[str, Any] = {
     "name": "add",
@@ -367,6 +382,76 @@ class LLM:
         return "".join(self.model.chain(ASKED, system=KIND, tools=[add]))
 
 
+class SmolAgents:
+    """smolagents; it shows results of tools as texts of the user."""
+
+    package = "smolagents"
+
+    def __init__(self, url: str) -> None:
+        self.library: Any = import_module("smolagents")
+        self.model = self.library.OpenAIServerModel(model_id="tiny", api_base=url, api_key="none")
+        self.tool = self.library.tool(described)
+
+    def text(self) -> Any:
+        return self.model.generate(MESSAGES).content
+
+    def streamed(self, messages: Any, **more: Any) -> Any:
+        parts = [*self.model.generate_stream(messages, **more)]
+        return import_module("smolagents.models").agglomerate_stream_deltas(parts)
+
+    def stream(self) -> Any:
+        return self.streamed(MESSAGES).content
+
+    def structured(self) -> Any:
+        form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": Thing.model_json_schema()}}
+        return json.loads(self.model.generate(MESSAGES, response_format=form).content)
+
+    def loop(self, answer: Callable[..., Any]) -> Any:
+        asked = {"tools_to_call_from": [self.tool], "tool_choice": "auto"}
+        first = answer(MESSAGES, **asked)
+        [call] = first.tool_calls
+        told = f"<tool_response>{add(**json.loads(call.function.arguments))}</tool_response>"
+        result = {"role": self.library.MessageRole.TOOL_RESPONSE, "content": [{"type": "text", "text": told}]}
+        return answer([*MESSAGES, first, result], **asked).content
+
+    def tools(self) -> Any:
+        return self.loop(self.model.generate)
+
+    def streamed_tools(self) -> Any:
+        return self.loop(self.streamed)
+
+
+class AIPerf:
+    """aiperf, which measures: what it received is in its records."""
+
+    package = "aiperf"
+
+    def __init__(self, url: str) -> None:
+        import_module("aiperf")
+        self.url = url.removesuffix("/v1")
+
+    def received(self, *more: str) -> Any:
+        """The data that came of one chat."""
+        with tempfile.TemporaryDirectory() as folder:
+            asked, command = Path(folder, "asked.jsonl"), Path(sys.executable).with_name("aiperf")
+            asked.write_text(json.dumps({"text": ASKED}))
+            how = ["--endpoint-type", "chat", "--request-count", "1", "--ui", "none", "--export-level", "raw"]
+            where = ["--input-file", str(asked), "--custom-dataset-type", "single_turn", "--artifact-dir", folder]
+            model = ["-m", "tiny", "--tokenizer", os.environ["TOKENIZER"], "--url", self.url]
+            env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+            subprocess.run([command, "profile", *model, *how, *where, *more], env=env, check=True, capture_output=True)
+            return json.loads(Path(folder, "profile_export_raw.jsonl").read_text().splitlines()[0])["responses"]
+
+    def text(self) -> Any:
+        [answer] = self.received()
+        return json.loads(answer["text"])["choices"][0]["message"]["content"]
+
+    def stream(self) -> Any:
+        data = [each["value"] for answer in self.received("--streaming") for each in answer["packets"]]
+        deltas = [choice["delta"] for text in data if text != "[DONE]" for choice in json.loads(text)["choices"]]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+
 CLIENTS: dict[str, Any] = {
     "openai": OpenAI,
     "openai, Responses": OpenAIResponses,
@@ -380,6 +465,8 @@ CLIENTS: dict[str, Any] = {
     "instructor": Instructor,
     "llama-index": LlamaIndex,
     "llm": LLM,
+    "smolagents": SmolAgents,
+    "aiperf": AIPerf,
 }
 FEATURES = ("text", "stream", "structured", "tools", "streamed_tools")
 

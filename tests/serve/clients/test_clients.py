@@ -20,12 +20,13 @@ import pytest
 from chatting import CALL, SUM, save_chatting
 from serve.clients.loops import CLIENTS, FEATURES, MISSING
 from serve.conftest import ServerProcess
+from slipstream.models.loading.load import EMBEDDED
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "clients.md"
 NODE = ["openai for JavaScript", "ai, @ai-sdk/openai", "ai, @ai-sdk/openai, chat", "ai, @ai-sdk/openai-compatible"]
 ALL = [*CLIENTS, *NODE]
-ONLY = {"instructor": ["structured"]}
+ONLY = {"instructor": ["structured"], "aiperf": ["text", "stream"]}
 WITHIN = 600
 
 Results = dict[str, dict[str, Any]]
@@ -78,7 +79,8 @@ def commands(client: str) -> Iterator[list[str]]:
 def run(client: str, url: str) -> Any:
     """What a client printed; skipped where nobody has the client."""
     for command in commands(client):
-        done = subprocess.run([*command, url, client], capture_output=True, text=True, timeout=WITHIN)
+        env = {**os.environ, "TOKENIZER": str(EMBEDDED / "target")}
+        done = subprocess.run([*command, url, client], capture_output=True, text=True, timeout=WITHIN, env=env)
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         assert done.returncode == MISSING, done.stderr[-3000:]
