@@ -360,8 +360,8 @@ THING = {
 }
 
 
-def fits(text: str, family: str, special: bool, parallel: bool = True) -> bool:
-    """Whether a text is an answer by `THING`, or calls in the form of a family."""
+def fits(text: str, family: str, special: bool, parallel: bool = True, answer: Any = None) -> bool:
+    """Whether a text is an answer by `THING`, or another grammar, or calls in the form of a family."""
     made = form(family)
     marks = [mark for mark in FORMS[family][3] if "=" not in mark and "/f" not in mark]
     (made.tokenizer.add_special_tokens if special else made.tokenizer.add_tokens)(
@@ -371,7 +371,8 @@ def fits(text: str, family: str, special: bool, parallel: bool = True) -> bool:
     lark = CallGrammar(made, grammars).lark(parallel)
     assert lark is not None
     ids = [*made.tokenizer.encode(text, add_special_tokens=False), made.tokenizer.eos_token_id]
-    return grammars.within(lark, grammars.json_schema(THING)).fitting([], ids) == len(ids)
+    made_of = answer(grammars) if answer else grammars.json_schema(THING)
+    return grammars.within(lark, made_of).fitting([], ids) == len(ids)
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -382,6 +383,19 @@ def test_an_answer_by_a_schema_may_be_calls_instead(family: tuple[str, AnswerFor
     assert not fits(text.replace("add", "sub"), name, special) and not fits("Now:" + text, name, special)
     assert not fits("{}", name, special) and not fits(text + '{"tag": "red"}', name, special)
     assert name == "lists" or not fits(text, name, special, parallel=False)
+
+
+OTHERS: dict[str, Any] = {
+    "a regular expression": lambda grammars: grammars.regex("ab+x"),
+    "a choice": lambda grammars: grammars.choice(["abx", "y"]),
+    "Lark": lambda grammars: grammars.lark('start: thing "x"\nthing: "a" | /ab/'),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_an_answer_of_any_form_may_be_calls_instead(case: str) -> None:
+    for text, right in (("abx", True), (f"<tool_call>{CALL}</tool_call>", True), ("abc", False)):
+        assert fits(text, "qwen3", False, answer=OTHERS[case]) is right
 
 
 def test_arguments_fit_their_schemas_and_marks_in_a_formed_answer_are_content() -> None:

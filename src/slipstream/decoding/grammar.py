@@ -244,7 +244,8 @@ class Grammars:
 
     def within(self, lark: str, answer: Grammar) -> Grammar:
         """Make a grammar from Lark in which `ANSWER` is another one that was made here."""
-        first, *others = json.loads(answer.source)["grammars"]
+        bare = [{"lark_grammar": answer.source}]  # grammars in Lark are no JSON
+        first, *others = json.loads(answer.source)["grammars"] if answer.source.startswith("{") else bare
         parts = [{"lark_grammar": lark}, {**first, "name": ANSWER[1:]}, *others]
         return self._made("grammar with calls", json_text({"grammars": parts}), lambda matcher, text: text)
 

@@ -20,7 +20,7 @@ import pytest
 from chatting import CALL, SUM, save_chatting
 from serve.clients.loops import CLIENTS, FEATURES, MISSING
 from serve.conftest import ServerProcess
-from slipstream.models.loading.load import EMBEDDED
+from slipstream.models.loading.pairings import EMBEDDED
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "clients.md"
