@@ -288,14 +288,14 @@ def test_ended_rows_are_forgotten() -> None:
     lookup = Lookup()
     decoder = Decoder(scorer(dirichlet_table(1)), lookup, controller=Fixed(3), batch_size=2)
     done = generate(decoder, [request(PROMPT, 5 + i, key=i) for i in range(4)])
-    assert not lookup.automata and all(one.finish_reason for one in done)
+    assert not lookup.known and all(one.finish_reason for one in done)
     stream = rounds(decoder, [request(PROMPT, 20)])
     next(stream)
-    assert len(lookup.automata) == 1
+    assert len(lookup.known) == 1
     stream.close()
     del stream
     gc.collect()
-    assert not lookup.automata  # nobody else holds the row: neither do we
+    assert not lookup.known  # nobody else holds the row: neither do we
 
 
 def test_rows_are_known_by_identity_not_by_place() -> None:
@@ -305,7 +305,7 @@ def test_rows_are_known_by_identity_not_by_place() -> None:
     assert drafted(lookup, [second, first], [1, 1]) == [[4], [2]]
     third = row([5, 6, 5])
     assert drafted(lookup, [third, second], [1, 1]) == [[6], [4]]
-    assert len(lookup.automata) == 2
+    assert len(lookup.known) == 2
     assert drafted(lookup, [first], [1]) == [[2]]  # read again from the start
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -126,14 +126,26 @@ def uniforms(key: Key, positions: int) -> list[list[float]]:
 # ---- draws ------------------------------------------------------------------------------------------------------
 
 
+class SameForAllRows:
+    """What the draws share that treat all rows alike, and that graphs cannot repeat unless they have `chances`."""
+
+    coupled = False
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """Return the numbers in [0, 1) that these draws invert, [rows][positions]; None if they invert none."""
+        return None
+
+    def select(self, places: Sequence[int]) -> Self:
+        """Return itself."""
+        return self
+
+
 @dataclass(frozen=True)
-class Inversion:
+class Inversion(SameForAllRows):
     """Draws by inverting the cumulative weights of a law, at uniform numbers that only this key has.
 
     The total of the weights may differ from one (rounding, coins). A token of weight zero is never drawn.
     """
-
-    coupled = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         """Draw tokens (rows, positions) from a law."""
@@ -144,12 +156,7 @@ class Inversion:
         return inverse(law.dense, chances)
 
     def chances(self, key: Key, positions: int) -> list[list[float]]:
-        """Return the numbers in [0, 1) that these draws invert, [rows][positions]."""
         return uniforms(key, positions)
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return itself: all rows draw in the same way."""
-        return self
 
 
 def inverse(probs: Tensor, chances: Tensor) -> Tensor:
@@ -169,7 +176,7 @@ def inverse(probs: Tensor, chances: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GumbelChoice:
+class GumbelChoice(SameForAllRows):
     """Draws by the Gumbel choice argmin_v e_v / p_v on exponentials shared by position.
 
     The noise depends on (seed, request, position) alone, not on model, purpose or round, so that target and draft
@@ -189,13 +196,6 @@ class GumbelChoice:
         ]
         noise = torch.from_numpy(np.array(rows)).to(law.device)
         return (noise / law.dense.double()).argmin(-1)  # x / 0 = inf: a token of weight zero is never chosen
-
-    def chances(self, key: Key, positions: int) -> None:
-        """Return None: these draws are not made by inversion."""
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return itself: all rows draw in the same way."""
-        return self
 
 
 @lru_cache(maxsize=64)  # draft and target draw at the same position, often in two rounds
@@ -220,26 +220,45 @@ draw_coupled = GumbelChoice()
 
 
 @dataclass(frozen=True)
-class DrawnBy:
+class DrawnBy(SameForAllRows):
     """Draws with a function of law and key, for rules that users write; graphs cannot repeat such draws."""
 
     function: Callable[[Law, Key], Tensor]
     coupled: bool = False
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Return the tokens (rows, positions) that the function draws."""
         return self.function(law, key)
-
-    def chances(self, key: Key, positions: int) -> None:
-        """Return None: the function may draw in any way."""
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return itself: all rows draw in the same way."""
-        return self
 
 
 @dataclass(frozen=True)
-class ScopedDraws:
+class Rekeyed:
+    """Makes the draws of another `Rng` under other keys; `select` is for those whose keys do not depend on rows."""
+
+    outer: Rng
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the outer draws are coupled."""
+        return self.outer.coupled
+
+    def rekey(self, key: Key) -> Key:
+        """Return the key of the outer draws."""
+        raise NotImplementedError
+
+    def __call__(self, law: Law, key: Key) -> Tensor:
+        return self.outer(law, self.rekey(key))
+
+    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
+        """Return the numbers in [0, 1) of these draws, [rows][positions]; None if the outer ones have no numbers."""
+        return self.outer.chances(self.rekey(key), positions)
+
+    def select(self, places: Sequence[int]) -> Self:
+        """Return the `Rng` of the rows at these places."""
+        return replace(self, outer=self.outer.select(places))
+
+
+@dataclass(frozen=True)
+class ScopedDraws(Rekeyed):
     """Makes the draws of one part of a round under names that no draw outside that part has.
 
     `name` is the name of the part. A part whose texts are not those of the round, such as a draft that is drafted
@@ -248,30 +267,14 @@ class ScopedDraws:
     the part's name make every draw unique.
     """
 
-    outer: Rng
     name: str
     origins: tuple[tuple[int, int], ...] | None = None
 
-    @property
-    def coupled(self) -> bool:
-        """Whether the outer draws are coupled."""
-        return self.outer.coupled
-
-    def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions) with the outer `Rng`, under this part's key."""
-        return self.outer(law, self._key(key))
-
-    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the numbers in [0, 1) of these draws, [rows][positions]; None if the outer ones have no numbers."""
-        return self.outer.chances(self._key(key), positions)
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return the `Rng` of the rows at these places."""
+    def select(self, places: Sequence[int]) -> Self:
         origins = None if self.origins is None else tuple(self.origins[place] for place in places)
-        return ScopedDraws(self.outer.select(places), self.name, origins)
+        return replace(super().select(places), origins=origins)
 
-    def _key(self, key: Key) -> Key:
-        """Return the key with this part's name in its scope, and positions and origins counted in the round's text."""
+    def rekey(self, key: Key) -> Key:
         key = replace(key, scope=(self.name, *key.scope))
         if self.origins is None:
             return key
@@ -280,30 +283,12 @@ class ScopedDraws:
 
 
 @dataclass(frozen=True)
-class Sealed:
+class Sealed(Rekeyed):
     """Draws from the seed and a secret, so that the seed alone is not enough to predict the draws."""
 
-    outer: Rng
     secret: int
 
-    @property
-    def coupled(self) -> bool:
-        """Whether the outer draws are coupled."""
-        return self.outer.coupled
-
-    def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions) with the outer `Rng`, under seeds made of the secret."""
-        return self.outer(law, self._key(key))
-
-    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the numbers in [0, 1) of these draws, [rows][positions]; None if the outer ones have no numbers."""
-        return self.outer.chances(self._key(key), positions)
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return the `Rng` of the rows at these places."""
-        return Sealed(self.outer.select(places), self.secret)
-
-    def _key(self, key: Key) -> Key:
+    def rekey(self, key: Key) -> Key:
         return replace(key, seeds=tuple(_sealed_seed(self.secret, seed) for seed in key.seeds))
 
 

@@ -174,8 +174,9 @@ class Drafter(Protocol):
         ...
 
     def observe(self, round: Round) -> None:
-        """Take note of a round; called after every round, when the rows hold the emitted tokens."""
-        ...
+        """Take note of a round; called after every round, when the rows hold the emitted tokens. By default, do
+        nothing."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,10 @@ class Traits:
 
 
 class Controller(Protocol):
-    """Chooses gamma per row before anything is drafted, so that any choice is exact; its state is passed in and out."""
+    """Chooses gamma per row before anything is drafted, so that any choice is exact; its state is passed in and out.
+
+    By default there is no state, and nothing is learned from rounds.
+    """
 
     @property
     def most(self) -> int:
@@ -213,7 +217,7 @@ class Controller(Protocol):
 
     def init(self) -> Any:
         """Return the state before any round."""
-        ...
+        return None
 
     def gammas(self, state: Any, rows: Sequence[Row]) -> Sequence[int]:
         """Return how many tokens to draft for each row of the next round; 0 is a plain step."""
@@ -221,7 +225,7 @@ class Controller(Protocol):
 
     def update(self, state: Any, round: Round) -> Any:
         """Return the state after a round."""
-        ...
+        return state
 
 
 @runtime_checkable

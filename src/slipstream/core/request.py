@@ -110,9 +110,12 @@ class Request:
     prompt_logprobs: int | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
-    """A request in progress: `tokens` are prompt and output; the last one is pending, not yet in any cache."""
+    """A request in progress: `tokens` are prompt and output; the last one is pending, not yet in any cache.
+
+    Rows are told apart by identity, so that what is known of one can be kept in a dictionary.
+    """
 
     request: Request
     index: int  # the place of the request in its list

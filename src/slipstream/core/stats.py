@@ -60,6 +60,17 @@ class Stats:
             },
         )
 
+    def spend(self, phase: str, seconds: float) -> None:
+        """Count seconds of a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def count_positions(self, depth: int, accepted: int) -> None:
+        """Count, for each position of a draft of this depth, one drafted token and whether it was accepted."""
+        for counts, reached in ((self.drafted_by_position, depth), (self.accepted_by_position, accepted)):
+            counts += [0] * (depth - len(counts))
+            for position in range(reached):
+                counts[position] += 1
+
     @property
     def alpha(self) -> float | None:
         """The mean of beta over tested positions (Corollary 3.6); None when nothing was tested."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from slipstream.core.round import Round
-from slipstream.core.stats import Stats
 
 
 def count_round(round: Round) -> None:
@@ -25,21 +24,11 @@ def count_round(round: Round) -> None:
         if verdict.relaxed is not None and verdict.distance is not None:
             stats.relaxed += int(verdict.relaxed[r, :accepted].sum())
             stats.distance += float(verdict.distance[r, :tested].sum())
-        _count_positions(stats, depth, accepted)
+        stats.count_positions(depth, accepted)
 
 
 def share_time(round: Round) -> None:
     """Add the seconds of a round to the statistics of its rows, in equal parts."""
     for row in round.rows:
         for phase, seconds in round.seconds.items():
-            row.stats.seconds[phase] = row.stats.seconds.get(phase, 0.0) + seconds / len(round.rows)
-
-
-def _count_positions(stats: Stats, depth: int, accepted: int) -> None:
-    """Count, for each position of a draft of this depth, one drafted token and whether it was accepted."""
-    grow = max(0, depth - len(stats.drafted_by_position))
-    stats.drafted_by_position += [0] * grow
-    stats.accepted_by_position += [0] * grow
-    for position in range(depth):
-        stats.drafted_by_position[position] += 1
-        stats.accepted_by_position[position] += position < accepted
+            row.stats.spend(phase, seconds / len(round.rows))

@@ -188,8 +188,7 @@ class Adaptive:
             best = outlook.best(0.0)
         if outlook.seconds[best] - plain + sum(map(state.to_read, drafting)) > credit:
             return nothing
-        places = {id(row) for row in drafting}
-        return [best if id(row) in places else 0 for row in rows]
+        return [best if row in drafting else 0 for row in rows]
 
     def _affordable(self, state: Learned, rows: Sequence[Row], credit: float, sampled: bool) -> list[Row]:
         """Return the rows whose texts the draft can read within the credit; one while hardly a token was tested."""

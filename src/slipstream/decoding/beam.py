@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from slipstream.core.beams import Candidates, Prefix
 from slipstream.core.law import Fault
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
@@ -14,7 +13,7 @@ from slipstream.core.round import Stopwatch
 from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.memory_limit import Admission, Unlimited
+from slipstream.decoding.memory_limit import MemoryLimit
 from slipstream.decoding.scheduler import check_requests
 from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
@@ -32,13 +31,13 @@ class BeamDecoder:
     """
 
     def __init__(
-        self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA, memory: Admission | None = None
+        self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA, memory: MemoryLimit | None = None
     ) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
         refuse_states(decoder.target)
         self.decoder, self.running = decoder, list[BeamSearch]()
-        self._memory = memory or Unlimited()
+        self._memory = memory or MemoryLimit(None, decoder)
         self._waiting = list(searches)
         self._cache = TrieCache(decoder.target)
         self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
@@ -87,7 +86,10 @@ class BeamDecoder:
         ]
         keep = [search.settings.candidates(len(search.request.eos)) for search in searches]
         for prefix, outcome in score(self._cache, searches, new, keep, self.decoder.target.vocab):
-            _enter(prefix, outcome)
+            if isinstance(outcome, Fault):
+                prefix.fault = outcome
+            else:
+                prefix.best = outcome
         watch.lap("target")
         for search, more in zip(searches, proposals, strict=True):
             _count(search, max((each.depth for each in more), default=search.depth) - search.depth)
@@ -153,14 +155,6 @@ def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearc
     return searches
 
 
-def _enter(prefix: Prefix, outcome: Candidates | Fault) -> None:
-    """Store the target's best continuations of a prefix in it, or the fault that prevented them."""
-    if isinstance(outcome, Fault):
-        prefix.fault = outcome
-    else:
-        prefix.best = outcome
-
-
 def _count(search: BeamSearch, drafted: int) -> None:
     """Advance a search and update its statistics; its first step needs no draft."""
     steps, stats = search.advance(), search.stats
@@ -172,14 +166,11 @@ def _count(search: BeamSearch, drafted: int) -> None:
     stats.accepted += accepted
     stats.tested += tested
     stats.beta += accepted
-    for counts, reached in ((stats.drafted_by_position, drafted), (stats.accepted_by_position, accepted)):
-        counts += [0] * max(0, drafted - len(counts))
-        for position in range(reached):
-            counts[position] += 1
+    stats.count_positions(drafted, accepted)
 
 
 def _share(watch: Stopwatch, searches: Sequence[BeamSearch]) -> None:
     """Add an equal part of the measured times to the statistics of every search."""
     for search in searches:
         for phase, seconds in watch.laps.items():
-            search.stats.seconds[phase] = search.stats.seconds.get(phase, 0.0) + seconds / len(searches)
+            search.stats.spend(phase, seconds / len(searches))

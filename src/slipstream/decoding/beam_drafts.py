@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,28 +21,26 @@ Proposal = list[Prefix]
 """Prefixes whose scores a search may need, parents first, without the live ones."""
 
 
-class BeamDrafts(Protocol):
+class BeamDrafts(ABC):
     """Proposes prefixes for beam searches, one row per search, in order. The result is exact for any proposal."""
 
-    def add(self, searches: Sequence[BeamSearch]) -> None:
-        """Append rows for new searches."""
-        ...
-
+    @abstractmethod
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
         """Return prefixes that are up to `depths[r]` tokens longer than the live ones of search r."""
-        ...
 
-    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
+    # What a draft with a cache of its own has to do besides:
+
+    def add(self, searches: Sequence[BeamSearch]) -> None:  # noqa: B027
+        """Append rows for new searches, and read their prompts."""
+
+    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:  # noqa: B027
         """Drop cached prefixes that the searches no longer need; `live` are the present live prefixes of each."""
-        ...
 
-    def free(self, places: Collection[int]) -> None:
+    def free(self, places: Collection[int]) -> None:  # noqa: B027
         """Remove the rows of searches that have ended."""
-        ...
 
-    def close(self) -> None:
-        """Release the draft's cache after all searches."""
-        ...
+    def close(self) -> None:  # noqa: B027
+        """Empty the cache after all searches."""
 
 
 def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
@@ -71,7 +69,7 @@ def refuse_states(scorer: Scorer) -> None:
         )
 
 
-class ModelBeams:
+class ModelBeams(BeamDrafts):
     """Runs beam search with the draft's laws from the live beams on, and proposes the prefixes of its beams.
 
     Where the target's law of a prefix is known, it is used instead of the draft's. This is the method of appendix A.4
@@ -84,31 +82,29 @@ class ModelBeams:
         self._own = TrieCache(scorer)
 
     def add(self, searches: Sequence[BeamSearch]) -> None:
-        """Append rows for new searches, and read their prompts."""
         if self._shared is None:
             self._own.add([search.request for search in searches])
 
     def free(self, places: Collection[int]) -> None:
-        """Remove the rows of searches that have ended."""
         if self._shared is None:
             self._own.free(places)
 
     def close(self) -> None:
-        """Empty the draft's cache."""
         if self._shared is None:
             self._scorer.free(range(len(self._scorer.lengths)))
 
     def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        """Drop prefixes that no live one needs from the draft's own cache."""
         if self._shared is None:
             self._own.prune(live)
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
-        """Return the prefixes of the draft's beams, level by level; none beyond the draft's context length."""
         before = list(self._scorer.lengths)
         cache = self._own if self._shared is None else self._shared.shared_with(self._scorer)
         beams, proposals = [list(search.live) for search in searches], [Proposal() for _ in searches]
-        depths = [self._possible(search, depth) for search, depth in zip(searches, depths, strict=True)]
+        limit = self._scorer.context  # no prefix may be longer
+        if limit is not None:
+            rooms = [max(0, limit - len(search.request.prompt) - search.depth) for search in searches]
+            depths = list(map(min, depths, rooms))
         for level in range(max(depths, default=0)):
             going = [level < depth for depth in depths]
             self._guess(cache, searches, beams, going)
@@ -119,12 +115,6 @@ class ModelBeams:
         if self._shared is not None:
             self._scorer.rollback(before)  # guesses stay stored in the prefixes; needed keys are computed again
         return proposals
-
-    def _possible(self, search: BeamSearch, depth: int) -> int:
-        """Return how many of `depth` steps fit into the draft's context after the text of a search."""
-        limit = self._scorer.context
-        room = depth if limit is None else limit - len(search.request.prompt) - search.depth
-        return max(0, min(depth, room))
 
     def _guess(
         self,
@@ -161,23 +151,11 @@ def _law(prefix: Prefix) -> Candidates | None:
     return prefix.guess if prefix.best is None else prefix.best
 
 
-class TextBeams:
+class TextBeams(BeamDrafts):
     """Proposes, for every live beam, a chain that a drafter gives for its text."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-
-    def add(self, searches: Sequence[BeamSearch]) -> None:
-        """Do nothing: there is no cache to fill."""
-
-    def free(self, places: Collection[int]) -> None:
-        """Do nothing: there is no cache."""
-
-    def close(self) -> None:
-        """Do nothing: there is no cache."""
-
-    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        """Do nothing: there is no cache."""
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
         """Return a chain of up to `depths[r]` prefixes behind every live beam of search r, cut at an EOS token."""

@@ -10,13 +10,12 @@ from typing import cast
 
 from slipstream.core.protocols import Controller
 from slipstream.core.request import Row
-from slipstream.core.round import Round
 from slipstream.core.values import OptionError, is_whole
 from slipstream.decoding.adaptive import Adaptive
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Controller):
     """Chooses the same gamma in every round; 0 is plain decoding. Raises ValueError if it is negative."""
 
     tokens: int
@@ -27,22 +26,14 @@ class Fixed:
 
     @property
     def most(self) -> int:
-        """The constant gamma."""
         return self.tokens
 
-    def init(self) -> None:
-        """Return None: this controller has no state."""
-
     def gammas(self, state: None, rows: Sequence[Row]) -> list[int]:
-        """Return the constant gamma for every row."""
         return [self.tokens] * len(rows)
-
-    def update(self, state: None, round: Round) -> None:
-        """Return the state as it is: the choice does not depend on rounds."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Controller):
     """Chooses the gamma that a plan gives for the number of rows that run together; 0 is plain decoding.
 
     Between two planned numbers the gamma of the greater one applies, which is the more cautious: verifying gamma + 1
@@ -64,20 +55,12 @@ class Planned:
 
     @property
     def most(self) -> int:
-        """The greatest gamma of the plan."""
         return max(self.by_rows.values())
 
-    def init(self) -> None:
-        """Return None: this controller has no state."""
-
     def gammas(self, state: None, rows: Sequence[Row]) -> list[int]:
-        """Return the gamma that is planned for this number of rows, once for each row."""
         sizes = list(self.by_rows)
         size = sizes[min(bisect_left(sizes, len(rows)), len(sizes) - 1)]
         return [self.by_rows[size]] * len(rows)
-
-    def update(self, state: None, round: Round) -> None:
-        """Return the state as it is: the choice does not depend on rounds."""
 
 
 def controller(gamma: int | str | Controller, most: int | None = None) -> Controller:
@@ -86,8 +69,7 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     Raises ValueError for anything else.
     """
     if gamma == "auto":
-        most = Adaptive.most if most is None else most
-        return Adaptive(most)
+        return Adaptive() if most is None else Adaptive(most)
     if is_whole(gamma):
         return Fixed(int(cast(int, gamma)))
     if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):

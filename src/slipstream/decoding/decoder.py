@@ -11,26 +11,23 @@ import torch
 
 from slipstream.cache.prefixes import Recalling, recalling
 from slipstream.core.draft import Draft, Verifier
-from slipstream.core.draws import Rng, draw
+from slipstream.core.draws import Rng, RowByRow, Sealed, draw
 from slipstream.core.protocols import Controller, Drafter, Resumes, Scorer, Traits, scorers_among, secret_among
-from slipstream.core.round import Context, Round
+from slipstream.core.request import Row
+from slipstream.core.round import Context
 from slipstream.core.values import whole_number
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.rules import TOKEN
 from slipstream.decoding.verification import Verification, verify_eagerly
 
 
-class NoDraft:
+class NoDraft(Drafter):
     """Drafts nothing: every round is a plain decoding step."""
 
     traits = Traits(by_text=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Return an empty draft."""
         return Draft.empty(len(context.rows), torch.device("cpu"))
-
-    def observe(self, round: Round) -> None:
-        """Do nothing: there is no draft that could learn from a round."""
 
 
 class Experience:
@@ -88,3 +85,24 @@ class Decoder:
         """The secret that draws are made from besides the seed, so that an untrusted drafter cannot predict them; None
         if every drafter is trusted."""
         return secret_among(self.drafter)
+
+    def rng_of(self, rows: Sequence[Row]) -> Rng:
+        """Return the `Rng` of rows, from their requests' rules or else the decoder's; with the `secret`, if any."""
+        if not any(row.request.rule for row in rows):
+            return self.rng if self.secret is None else self._sealed(self.rng, len(rows))
+        rules = [row.request.rule for row in rows]
+        ways = [self.rng.select([place]) if rule is None else rule.rng for place, rule in enumerate(rules)]
+        if self.secret is not None:
+            made = {id(way): self._sealed(way, 1) for way in ways}
+            ways = [made[id(way)] for way in ways]
+        return RowByRow.of(ways)
+
+    def _sealed(self, rng: Rng, rows: int) -> Rng:
+        """Return draws made with the secret; coupled draws, which need none, stay as they are."""
+        assert self.secret is not None
+        if not rng.coupled:
+            return Sealed(rng, self.secret)
+        ways = [rng.select([place]) for place in range(rows)]
+        if all(way.coupled for way in ways):
+            return rng
+        return RowByRow(tuple(way if way.coupled else Sealed(way, self.secret) for way in ways))

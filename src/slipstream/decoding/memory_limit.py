@@ -4,35 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from slipstream.core.protocols import TakesMemory
 from slipstream.core.request import Row
 from slipstream.decoding.decoder import Decoder
-
-
-class Admission(Protocol):
-    """Decides which rows can be held in memory at the same time."""
-
-    def fits(self, rows: Sequence[Row]) -> bool:
-        """Return whether there is memory for one more round of these rows with the longest drafts."""
-        ...
-
-    def holds(self, lengths: Sequence[int]) -> bool:
-        """Return whether there is memory for rows of these numbers of tokens."""
-        ...
-
-
-class Unlimited:
-    """Room for any rows."""
-
-    def fits(self, rows: Sequence[Row]) -> bool:
-        """Return True."""
-        return True
-
-    def holds(self, lengths: Sequence[int]) -> bool:
-        """Return True."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -40,15 +15,17 @@ class MemoryLimit:
     """A limit in bytes for the keys and values of all rows, in the target and the models that draft.
 
     Drafts are counted at the greatest gamma. What counts is what the caches allocate, which is more than the texts
-    take, because they grow by doubling; keys and values of an encoder's sources are not counted. Raises ValueError
-    below 1 byte, and if a model cannot compute what its cache takes.
+    take, because they grow by doubling; keys and values of an encoder's sources are not counted. None is no limit.
+    Raises ValueError below 1 byte, and if a model cannot compute what its cache takes.
     """
 
-    bytes: int
+    bytes: int | None
     decoder: Decoder
-    scorers: tuple[TakesMemory, ...] = field(init=False)
+    scorers: tuple[TakesMemory, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
+        if self.bytes is None:
+            return
         if self.bytes < 1:
             raise ValueError(f"memory={self.bytes} is not possible: give 1 byte or more, or None for no limit.")
         scorers = self.decoder.scorers
@@ -64,4 +41,4 @@ class MemoryLimit:
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Return whether there is memory for rows of these numbers of tokens."""
-        return sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes
+        return self.bytes is None or sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes

@@ -100,13 +100,12 @@ class PromptReader:
             if self.groups[-1].is_scored:
                 row.prompt_logprobs = []  # a row that was preempted while it was read begins again
             watch.lap("prefill")
-            _count_prefill(row, watch.laps["prefill"])
+            row.stats.spend("prefill", watch.laps["prefill"])
 
     def drop(self, gone: Sequence[Row], first: int) -> None:
         """Stop reading for these rows; `first` is the place of the first text in the target's cache."""
-        names = set(map(id, gone))
         for group in self.groups:
-            group.rows = [row for row in group.rows if id(row) not in names]
+            group.rows = [row for row in group.rows if row not in gone]
         if empty := [first + place for place, group in enumerate(self.groups) if not group.rows]:
             self.target.free(empty)
             self.groups = [group for group in self.groups if group.rows]
@@ -125,7 +124,7 @@ class PromptReader:
         watch.lap("prefill")
         share = watch.laps["prefill"] / max(1, sum(map(bool, pieces)))
         for group, piece in zip(self.groups, pieces, strict=True):
-            _count_prefill(group.rows[0], share * bool(piece))
+            group.rows[0].stats.spend("prefill", share * bool(piece))
         return self._release(first)
 
     def _recall(self, first: int) -> None:
@@ -183,7 +182,3 @@ class PromptReader:
             row.stats.cached += 0 if row.output else len(row.tokens) - 1
         self.groups = [group for group in self.groups if group not in done and group not in late] + late
         return [*(group.rows[0] for group in done), *(row for row, _ in twins)]
-
-
-def _count_prefill(row: Row, seconds: float) -> None:
-    row.stats.seconds["prefill"] = row.stats.seconds.get("prefill", 0.0) + seconds

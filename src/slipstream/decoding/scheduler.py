@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import count
-from queue import Empty, SimpleQueue
+from operator import attrgetter
+from queue import SimpleQueue
 from time import monotonic
 from typing import Self
 
@@ -15,9 +16,9 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.source import check_source
-from slipstream.core.values import OptionError, PromptTooLong
+from slipstream.core.values import OptionError, PromptTooLong, whole_number
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.memory_limit import Admission, MemoryLimit, Unlimited
+from slipstream.decoding.memory_limit import MemoryLimit
 from slipstream.decoding.reading import PromptReader
 from slipstream.decoding.speculate import play_round
 from slipstream.kernels.threads import release_threads
@@ -53,16 +54,14 @@ class Scheduler:
     ) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} is not possible: it must be at least 1 token.")
-        if prefill_growth < 1:
-            raise ValueError(f"prefill_growth={prefill_growth} is not possible: it must be at least 1.")
+        whole_number("prefill_chunk", prefill_chunk, 1)
+        whole_number("prefill_growth", prefill_growth, 1)
         self.decoder, self.prefill_chunk, self.prefill_growth = decoder, prefill_chunk, prefill_growth
         self.running: list[Row] = []
         self.waiting: list[Row] = []
         self.holds = False
         self._reader = PromptReader(decoder.target, decoder.stores[0], prefill_chunk, prefill_growth)
-        self._admission: Admission = Unlimited() if memory is None else MemoryLimit(memory, decoder)
+        self._admission = MemoryLimit(memory, decoder)
         self._arrivals: SimpleQueue[Row] = SimpleQueue()
         self._aborted: SimpleQueue[Row] = SimpleQueue()
         self._numbers, self._turns = count(), count()
@@ -154,7 +153,7 @@ class Scheduler:
         """Apply the additions and aborts of other threads since the last step."""
         for row in _drained(self._arrivals):
             row.turn = (row.request.priority, next(self._turns))
-            insort(self.waiting, row, key=_turn)
+            insort(self.waiting, row, key=attrgetter("turn"))
         for row in _drained(self._aborted):
             row.finish_reason = row.finish_reason or "abort"
         self.waiting = [row for row in self.waiting if not row.finish_reason]
@@ -164,10 +163,10 @@ class Scheduler:
         """Preempt rows until the others fit in memory, then fill free places of the batch from the waiting rows."""
         here = [*self.running, *self.reading]
         while len(here) > 1 and not self._admission.fits(here):
-            youngest = max(here, key=_turn)
+            youngest = max(here, key=attrgetter("turn"))
             here.remove(youngest)
             self._leave([youngest])
-            insort(self.waiting, youngest, key=_turn)
+            insort(self.waiting, youngest, key=attrgetter("turn"))
         while self.waiting and not self.holds and len(here) < self.decoder.batch_size:
             if here and not self._admission.fits([*here, self.waiting[0]]):
                 break
@@ -192,8 +191,8 @@ class Scheduler:
 
     def _leave(self, leaving: Sequence[Row]) -> None:
         """Remove rows from the batch and free them in the target, after storing their texts in the prefix cache."""
-        names, target = set(map(id, leaving)), self.decoder.target
-        places = [place for place, row in enumerate(self.running) if id(row) in names]
+        target = self.decoder.target
+        places = [place for place, row in enumerate(self.running) if row in leaving]
         self._reader.drop(leaving, len(self.running))
         for place in places:
             row = self.running[place]
@@ -201,11 +200,7 @@ class Scheduler:
                 self.decoder.stores[0].remember(place, row.tokens[: target.lengths[place]], row.request.cache_salt)
         if places:
             target.free(places)
-            self.running = [row for row in self.running if id(row) not in names]
-
-
-def _turn(row: Row) -> tuple[int, int]:
-    return row.turn
+            self.running = [row for row in self.running if row not in leaving]
 
 
 def check_requests(target: Scorer, requests: Sequence[Request]) -> None:
@@ -235,10 +230,4 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
 
 
 def _drained(queue: SimpleQueue[Row]) -> list[Row]:
-    """Take everything out of a queue without waiting."""
-    items = []
-    try:
-        while True:
-            items.append(queue.get_nowait())
-    except Empty:
-        return items
+    return [queue.get() for _ in range(queue.qsize())]  # only this thread takes rows out, so that none is waited for

@@ -18,7 +18,6 @@ from slipstream.core.request import Row
 from slipstream.core.round import PREFILL_CHUNK, Context, Round, stopwatch
 from slipstream.decoding.accounting import count_round, share_time
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.row_draws import rng_of
 from slipstream.decoding.verification import Outcome
 
 
@@ -27,7 +26,7 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], 
     """Play a round of Algorithm 1 for all running rows: draft, score, verify, draw, commit, roll back."""
     target = decoder.target
     watch = stopwatch(target.device)
-    context = Context(tuple(running), rng_of(decoder, running), piece, watch)
+    context = Context(tuple(running), decoder.rng_of(running), piece, watch)
     possible = [_room(target, row, gamma) for row, gamma in zip(running, gammas, strict=True)]
     # Before the draft, since sending it to a GPU waits for the work there.
     pending = torch.tensor([row.tokens[-1:] for row in running], device=target.device)
@@ -42,7 +41,9 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], 
     if verdict.path is not None:
         target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
     tokens, accepted = _commit(running, draft, outcome, {} if decoder.inside else faults)
-    _roll_back(target, running, faults)
+    target.rollback([len(row.tokens) - 1 for row in running])
+    if faults:
+        target.scrub()  # a NaN that stayed behind would pass the mask
     round = Round(context.rows, draft, verdict, tokens, accepted, tuple(possible), watch.laps, outcome.p)
     decoder.drafter.observe(round)
     count_round(round)
@@ -105,10 +106,3 @@ def finish_reason_of(row: Row, new: int) -> str | None:
     if request.stop and (reason := request.stop(row.tokens)):
         return reason
     return "length" if row.room <= 0 else None
-
-
-def _roll_back(target: Scorer, running: Sequence[Row], faults: Faults) -> None:
-    """Drop the cache entries of tokens that do not stand, and zero them after a fault."""
-    target.rollback([len(row.tokens) - 1 for row in running])
-    if faults:
-        target.scrub()

@@ -6,9 +6,8 @@ here; otherwise passes of target and draft still serve all rows, and laws are ve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,19 +33,15 @@ class Outcome:
     faults: Faults
 
 
-class Verification(Protocol):
-    """A way to verify a draft."""
+Verification = Callable[[Verifier, Context, Tensor, Draft, str], Outcome]
+"""A way to verify a draft: (verifier, context, logits (rows, gamma + 1, vocab), draft, name of the target) -> Outcome.
 
-    def __call__(self, verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
-        """Verify a draft by the logits (rows, gamma + 1, vocab) of the target, `model`.
-
-        `verifier` serves the rows whose requests name no rule.
-        """
-        ...
+The verifier serves the rows whose requests name no rule.
+"""
 
 
 def verify_eagerly(verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
-    """Verify a draft, whatever its shape, and the rules and samplers of the rows; see `Verification`."""
+    """Verify a draft, whatever its shape, and the rules and samplers of the rows."""
     p, faults = context.target_law(logits, draft, model)
     verdict = _verdict(verifier, context, p, draft)
     return Outcome(p, verdict, draw_next(context, verdict), faults)
@@ -70,13 +65,8 @@ def _verdict(verifier: Verifier, context: Context, p: Law, draft: Draft) -> Verd
     if len(groups) == 1:
         [(shared, _)] = groups
         return shared(p, draft, context.draw)
-    verdicts = []
-    for (shared, _), places in groups.items():
-        verdicts.append(_of_rows(shared, context, p, draft, places))
+    verdicts = [
+        rule(p.select(torch.tensor(places, device=p.device)), draft.select(places), context.select(places).draw)
+        for (rule, _), places in groups.items()
+    ]
     return merge_verdicts(verdicts, list(groups.values()))
-
-
-def _of_rows(verifier: Verifier, context: Context, p: Law, draft: Draft, places: Sequence[int]) -> Verdict:
-    """Return the verdict on the rows at these places."""
-    law = p.select(torch.tensor(places, device=p.device))
-    return verifier(law, draft.select(places), context.select(places).draw)

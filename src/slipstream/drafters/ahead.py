@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Event
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft, padded
-from slipstream.core.draws import Key, Rng, RowByRow
+from slipstream.core.draws import Key, Rekeyed, Rng, RowByRow, SameForAllRows
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer, Traits
 from slipstream.core.request import Row
@@ -35,53 +36,30 @@ from slipstream.drafters.model import ModelDrafter
 
 
 @dataclass(frozen=True)
-class Since:
+class Since(Rekeyed):
     """An `Rng` that draws with the keys of a round that begins when the rows' texts have the lengths `origins`.
 
     A draft that is drawn in several pieces, before or during its round, gets the same random numbers as one that is
     drawn at once.
     """
 
-    outer: Rng
     origins: tuple[int, ...]
 
-    @property
-    def coupled(self) -> bool:
-        """Whether the draws of `outer` are coupled."""
-        return self.outer.coupled
+    def rekey(self, key: Key) -> Key:
+        return replace(key, origins=self.origins)
 
-    def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions) by `outer`, with `origins` in the key."""
-        return self.outer(law, replace(key, origins=self.origins))
-
-    def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the random numbers behind draws with that key; see `Rng`."""
-        return self.outer.chances(replace(key, origins=self.origins), positions)
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return the draws of the rows at these places; see `Rng`."""
-        return Since(self.outer.select(places), tuple(self.origins[place] for place in places))
+    def select(self, places: Sequence[int]) -> Self:
+        return replace(super().select(places), origins=tuple(self.origins[place] for place in places))
 
 
-@dataclass(frozen=True)
-class Likeliest:
+class Likeliest(SameForAllRows):
     """An `Rng` that returns the most probable token of every law, to guess tokens that the target will draw."""
 
-    coupled = False
-
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Return the most probable tokens (rows, positions)."""
         if law.probs is None:
             assert law.tokens is not None
             return law.tokens
         return law.probs.argmax(-1)
-
-    def chances(self, key: Key, positions: int) -> None:
-        """Return None: these tokens are not drawn from numbers by inversion; see `Rng`."""
-
-    def select(self, places: Sequence[int]) -> Rng:
-        """Return itself, because all rows are treated alike; see `Rng`."""
-        return self
 
 
 LIKELIEST = Likeliest()

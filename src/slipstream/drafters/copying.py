@@ -1,51 +1,55 @@
-"""Parts shared by the drafters that copy: a record per running row, and drafts of copied tokens."""
+"""What the drafters that copy share: a record per running row, and drafts of copied tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 
 from slipstream.core.draft import Draft, padded
 from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
 from slipstream.core.request import Row
+from slipstream.core.round import Context, Round
 from slipstream.decoding.grammar import Grammar
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
-class ByRow(Generic[T]):
-    """A value per running row, keyed by the identity of the row, which is held by a weak reference."""
+class CopyingDrafter(Drafter, Generic[T]):
+    """Drafts copies, where q is a point mass on each token. Tokens are on the CPU.
+
+    What is `known` of a row is made by `begin` when it is new, and kept while the row runs; `copy` drafts from it.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ref[Row], T]] = {}
+        self.known: WeakKeyDictionary[Row, T] = WeakKeyDictionary()  # weak, since streams are closed with rows in them
 
-    def __len__(self) -> int:
-        return len(self._known)
+    def begin(self, row: Row) -> T:
+        """Return what is known of a new row."""
+        raise NotImplementedError
 
-    def __getitem__(self, row: Row) -> T:
-        return self._known[id(row)][1]
+    def copy(self, row: Row, gamma: int) -> list[int]:
+        """Return up to `gamma` tokens to copy for a row, at least 1; [] if nothing matches."""
+        raise NotImplementedError
 
-    def follow(self, rows: Sequence[Row], make: Callable[[Row], T]) -> None:
-        """Keep the values of these rows only, and make values for new rows with `make`."""
-        known = {}
-        for row in rows:
-            entry = self._known.get(id(row))
-            if entry is None or entry[0]() is not row:  # another object may have got the address
-                entry = (ref(row, self._lost), make(row))
-            known[id(row)] = entry
-        self._known = known
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
+        known = WeakKeyDictionary[Row, T]()
+        for row in context.rows:
+            known[row] = self.known[row] if row in self.known else self.begin(row)
+        self.known = known
+        pairs = zip(context.rows, gammas, strict=True)
+        return sure([ended(self.copy(row, gamma), row) if gamma else [] for row, gamma in pairs])
 
-    def forget(self, row: Row) -> None:
-        """Drop the value of a row that has ended."""
-        self._known.pop(id(row), None)
-
-    def _lost(self, collected: ref[Row]) -> None:
-        """Drop the value of a row that was garbage collected, as happens when its stream is closed."""
-        self._known = {key: entry for key, entry in self._known.items() if entry[0] is not collected}
+    def observe(self, round: Round) -> None:
+        """Drop the rows that have ended."""
+        for row in round.rows:
+            if row.finish_reason:
+                self.known.pop(row, None)
 
 
 def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:

@@ -7,12 +7,26 @@ from dataclasses import replace
 
 from slipstream.core.draft import Draft, ScopedDraft
 from slipstream.core.protocols import Drafter, Traits, scorers_among
+from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.choice import merge
-from slipstream.drafters.copying import grammar_of
-from slipstream.drafters.forced import Forced
+from slipstream.drafters.copying import CopyingDrafter, grammar_of
 from slipstream.drafters.prediction import Prediction
 from slipstream.drafters.tree import TreeDrafter
+
+
+class Forced(CopyingDrafter[None]):
+    """Drafts the usual tokens of the next text where a row's grammar allows only one.
+
+    The same text may be possible in other tokens, so the target verifies it as any draft: a drafted x is kept with
+    chance p(x), which is 1 if no other token is allowed.
+    """
+
+    def begin(self, row: Row) -> None: ...
+
+    def copy(self, row: Row, gamma: int) -> list[int]:
+        grammar = grammar_of(row)
+        return [] if grammar is None else grammar.forced(row.output)[:gamma]
 
 
 class KnownFirst:

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 
-from slipstream.core.draft import Draft
 from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
-from slipstream.core.round import Context, Round
-from slipstream.drafters.copying import ByRow, ended, source_tokens, sure
+from slipstream.drafters.copying import CopyingDrafter, source_tokens
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 
-class Lookup:
+class Lookup(CopyingDrafter[SuffixAutomaton]):
     """Copies the tokens after the latest earlier occurrence of the longest suffix of prompt (or source) and output.
 
     A match of m tokens drafts at most factor * m + offset tokens, never more than gamma; without a match the round
     is a plain step. q is a point mass, so a drafted x is kept with chance p(x). In texts that loop with more than
-    DEPTH nested repeats, the occurrence may be an older one. Tokens are on the CPU.
+    DEPTH nested repeats, the occurrence may be an older one.
     """
 
     traits = Traits(by_text=True)
@@ -45,6 +42,7 @@ class Lookup:
         `vocab` is the target's; without it, nothing is copied from the source of an encoder-decoder. Raises ValueError
         for settings under which nothing can be drafted.
         """
+        super().__init__()
         largest = sys.maxsize if max_matching_ngram_size is None else max_matching_ngram_size
         most = sys.maxsize if prompt_lookup_num_tokens is None else prompt_lookup_num_tokens
         for name, value, least, words in (
@@ -60,27 +58,14 @@ class Lookup:
         self.max_matching_ngram_size = max_matching_ngram_size
         self.min_matching_ngram_size = min_matching_ngram_size
         self.factor, self.offset, self.vocab = factor, offset, vocab
-        # The automaton of every running row; rows that have ended, or were garbage collected, are dropped.
-        self.automata: ByRow[SuffixAutomaton] = ByRow()
 
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
-        self.automata.follow(context.rows, lambda row: SuffixAutomaton(self.max_matching_ngram_size))
-        return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
+    def begin(self, row: Row) -> SuffixAutomaton:
+        return SuffixAutomaton(self.max_matching_ngram_size)
 
-    def observe(self, round: Round) -> None:
-        """Drop the rows that have ended; the automata of others are extended when they draft."""
-        for row in round.rows:
-            if row.finish_reason:
-                self.automata.forget(row)
-
-    def _copy(self, row: Row, gamma: int) -> list[int]:
-        """Return up to `gamma` tokens that followed the longest repeated suffix of a row's text; [] without a match."""
-        if not gamma:
-            return []
-        automaton = self.automata[row]
+    def copy(self, row: Row, gamma: int) -> list[int]:
+        automaton = self.known[row]
         automaton.follow([*source_tokens(row, self.vocab), *row.tokens])
         if automaton.length < self.min_matching_ngram_size:
             return []
         most = min(gamma, self.prompt_lookup_num_tokens or gamma, int(self.factor * automaton.length + self.offset))
-        return ended(automaton.following(most), row)
+        return automaton.following(most)

@@ -11,7 +11,7 @@ from slipstream.core.stats import Stats
 from slipstream.core.values import OptionError
 from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
 from slipstream.decoding.beam_search import BeamSearch
-from slipstream.decoding.memory_limit import Admission, MemoryLimit, Unlimited
+from slipstream.decoding.memory_limit import MemoryLimit
 from slipstream.engine.generation import Completion, Generation
 from slipstream.engine.job import Job
 
@@ -29,7 +29,7 @@ class BeamTexts:
         assert beams is not None
         self._job, self._width = job, beams.num_return_sequences
         self._searches = searches_of(job.decoder.target, [each.request for each in job.generations])
-        self._admission: Admission = Unlimited() if memory is None else MemoryLimit(memory, job.decoder)
+        self._admission = MemoryLimit(memory, job.decoder)
         for search in self._searches:
             if not self._admission.holds([most_tokens(search, job.decoder.controller.most)]):
                 raise OptionError(

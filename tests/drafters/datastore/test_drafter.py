@@ -192,7 +192,7 @@ def test_what_was_cut_off_is_not_learned(memory: ResponseMemory) -> None:
     assert memory.totals() == []
     del stream
     gc.collect()
-    assert not store.traces  # nobody else holds the row: neither do we
+    assert not store.known  # nobody else holds the row: neither do we
 
 
 def test_a_stop_in_mid_round_learns_what_was_emitted(memory: ResponseMemory) -> None:
@@ -306,7 +306,7 @@ def test_greedy_texts_of_a_model_are_its_own_while_rows_come_and_go(batch_size: 
     for turn in range(2):
         done = generate(one, requests)
         assert [text.output for text in done] == want
-        assert not store.traces
+        assert not store.known
         accepted = sum(text.stats.accepted for text in done)
         assert accepted > 10 or not turn
     memory.close()

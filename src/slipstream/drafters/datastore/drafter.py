@@ -12,18 +12,17 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.draft import Draft
 from slipstream.core.request import Request, Row
-from slipstream.core.round import Context, Round
-from slipstream.drafters.copying import ByRow, ended, source_tokens, sure
+from slipstream.core.round import Round
+from slipstream.drafters.copying import CopyingDrafter, source_tokens
 from slipstream.drafters.datastore.corpus import Corpus, Match
 from slipstream.drafters.datastore.index import Embedder
-from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
+from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory, read_totals
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
@@ -63,13 +62,13 @@ class Trace:
     recalled: Corpus | None
 
 
-class Datastore:
+class Datastore(CopyingDrafter[Trace]):
     """Drafts a chain by copying what most often followed the longest match; q is a point mass.
 
     `namespace` names the memory that a request may draft from and, with `learn`, the one that its response is added to.
     Namespaces keep tenants apart: the time of a response shows how much of a draft is accepted, so that tenants who
     share a memory can find out each other's responses. The law of outputs does not depend on the memory, but the text
-    of a seed does. Tokens are on the CPU.
+    of a seed does.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class Datastore:
 
         Raises ValueError if there is nothing to draft from or learn for.
         """
+        super().__init__()
         self.settings = settings or DatastoreSettings()
         if learn and memory is None:
             raise ValueError("learn=True needs a memory to write responses to: give one.")
@@ -94,29 +94,21 @@ class Datastore:
             raise ValueError(f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it for this target.")
         self.vocab, self.corpus, self.memory, self.learn = vocab, corpus, memory, learn
         self._namespace = namespace
-        # The trace of every running row; rows that have ended, or were garbage collected, are dropped.
-        self.traces: ByRow[Trace] = ByRow()
 
     @property
     def facts(self) -> str:
         """What the folder holds, in words."""
         held = [f"corpus: {self.corpus.facts}"] if self.corpus else []
-        totals = self.memory.totals() if self.memory else []
+        totals = read_totals(self.memory.path) if self.memory else []
         held += [f"memory of {each.namespace}: {each.entries} responses, {each.bytes} bytes" for each in totals]
         return "; ".join(held)
 
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
-        self.traces.follow(context.rows, self._begin)
-        return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
-
     def observe(self, round: Round) -> None:
         """Drop the rows that have ended, and add their responses to the memory if `learn`."""
+        super().observe(round)
         for row in round.rows:
-            if row.finish_reason:
-                self.traces.forget(row)
-                if self.learn and row.output:
-                    self._learn(row)
+            if row.finish_reason and self.learn and row.output:
+                self._learn(row)
 
     def namespace(self, request: Request) -> str:
         """Return the namespace whose memory a request uses."""
@@ -131,7 +123,7 @@ class Datastore:
             self.learn = False
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
-    def _begin(self, row: Row) -> Trace:
+    def begin(self, row: Row) -> Trace:
         """Make the trace of a new row, with the responses to the nearest requests."""
         recalled = None
         if self.memory is not None:
@@ -144,18 +136,15 @@ class Datastore:
         """Return the tokens by which requests are compared: the source of an encoder-decoder, else the prompt."""
         return source_tokens(row, self.vocab) or row.request.prompt
 
-    def _copy(self, row: Row, gamma: int) -> list[int]:
-        """Return the draft of the longest match, cut after the first end-of-text token."""
-        if not gamma:
-            return []
+    def copy(self, row: Row, gamma: int) -> list[int]:
         best = max(self._matches(row, gamma), key=lambda match: match.length, default=Match())
         most = min(gamma, int(self.settings.factor * best.length + self.settings.offset))
         pairs = zip(best.tokens[:most], best.chances, strict=False)
-        return ended([token for token, chance in pairs if chance >= self.settings.chance], row)
+        return [token for token, chance in pairs if chance >= self.settings.chance]
 
     def _matches(self, row: Row, gamma: int) -> list[Match]:
         """Return the match of each source that has tokens, own text first: of equally long ones the first is used."""
-        trace, matches = self.traces[row], list[Match]()
+        trace, matches = self.known[row], list[Match]()
         if self.settings.own:
             trace.own.follow([*source_tokens(row, self.vocab), *row.tokens])
             copy = trace.own.following(gamma)
