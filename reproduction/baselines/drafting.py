@@ -11,7 +11,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.round import Context, Round
-from slipstream.drafters.following import Follower, windowed_lengths
+from slipstream.drafters.following import Follower
 from slipstream.drafters.sampled import law_of
 
 
@@ -55,7 +55,7 @@ class ScoredDrafter:
             logits = self.follower.scorer.extend(tokens[:, -1:], list(map(int, further)))
         if not laws:
             return Draft.empty(len(wanted), self.follower.scorer.device)
-        windowed = windowed_lengths(self.follower, lengths)
+        windowed = self.follower.windowed(lengths)
         return Draft(tokens, Law.join(laws, 1), tuple(lengths), windowed)
 
     def observe(self, round: Round) -> None:

@@ -259,6 +259,15 @@ class TensorFileKind:
         """Make the error for a file that does not fit its header."""
         return ValueError(f"{path} is damaged ({fault}): {self.remedy}.")
 
+    @contextmanager
+    def contents(self, path: Name) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
+        """Yield a file's tensors and its header; what the block cannot read in them says that the file is damaged."""
+        tensors, about = load_tensors(path, self)
+        try:
+            yield tensors, about
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise self.damaged(path, f"it does not hold what its header says: {error}") from error
+
 
 def save_tensors(path: Name, kind: TensorFileKind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
     """Write contiguous tensors and a header, atomically. Raises WriteError if the system refuses."""

@@ -64,6 +64,14 @@ def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], dtype=torch.long, device=device)
 
 
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:  # the usual case, without a loop
+        return length
+    return next((place for place in range(length) if left[place] != right[place]), length)
+
+
 def runs_of_texts(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
     """Yield the first row and the texts of every run of neighbouring rows whose texts are not empty."""
     for some, run in groupby(range(len(texts)), lambda row: bool(texts[row])):

@@ -59,6 +59,13 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def check_least(settings: object, **least: float) -> None:
+    """Raises ValueError if a field of some settings is below its least value, infinite or NaN."""
+    for name, bound in least.items():
+        if not bound <= getattr(settings, name) < math.inf:
+            raise ValueError(f"{name}={getattr(settings, name)} is not possible: it must be {bound} or more.")
+
+
 def switch(text: str) -> bool:
     """Parse "true" or "false", in any usual spelling (yes, on, 1, ...). Raises ValueError for anything else."""
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

@@ -6,7 +6,6 @@ from slipstream.core.round import Round
 
 
 def count_round(round: Round) -> None:
-    """Add the tokens and the acceptance of a round to the statistics of its rows."""
     verdict = round.verdict
     counts, betas = verdict.accepted.tolist(), verdict.beta.tolist()
     for r, row in enumerate(round.rows):

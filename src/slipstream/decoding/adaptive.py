@@ -26,7 +26,6 @@ class RoundKind(NamedTuple):
 
     @staticmethod
     def of(rows: Sequence[Row]) -> RoundKind:
-        """Return the kind of a round of these rows."""
         return RoundKind(1 << (len(rows) - 1).bit_length(), not all(row.request.sampler.greedy for row in rows))
 
 
@@ -64,7 +63,6 @@ class Time:
     first: tuple[float, ...] = ()
 
     def learn(self, seconds: float) -> Time:
-        """Return the time after one more measurement."""
         count, first = self.count + 1, (*self.first, seconds)
         if count <= ENOUGH:
             return Time(count, sorted(first)[(count - 1) // 2], first)
@@ -101,7 +99,6 @@ class Learned:
     since: int = 0
 
     def known(self, part: str, kind: RoundKind) -> dict[int, float]:
-        """Return the times of a part of a round that are known, by depth."""
         times = self.times.get((part, kind), {})
         return {depth: time.level for depth, time in times.items() if time.count >= ENOUGH}
 
@@ -119,7 +116,6 @@ class Learned:
         return [_at(rest, depth, free=1) + _at({0: 0.0, **drafts}, depth, free=0) for depth in depths]
 
     def to_read(self, row: Row) -> float:
-        """Return the time in which the draft reads what it has not read of a row."""
         seconds, tokens = self.reading
         return (len(row.tokens) - self.read.get(row.index, 0)) * seconds / max(1.0, tokens)
 
@@ -159,7 +155,6 @@ class Adaptive:
             raise ValueError(f"{given}: draft 1 token or more, and give a share of the time above 0 and below 1.")
 
     def init(self) -> Learned:
-        """Return the state before any round: no times and no acceptance are known."""
         return Learned()
 
     def resume(self, state: Learned) -> Learned:
@@ -167,7 +162,6 @@ class Adaptive:
         return replace(state, rows={}, read={})
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
-        """Return the best gamma by what was measured, for the rows that may draft."""
         kind, nothing = RoundKind.of(rows), [0] * len(rows)
         plain = state.known("rest", kind).get(0)
         if plain is None or state.since * self.budget >= 1:
@@ -199,7 +193,6 @@ class Adaptive:
         return [row for row, cost in zip(ordered, costs, strict=True) if cost <= max(0.0, credit)]
 
     def update(self, state: Learned, round: Round) -> Learned:
-        """Return the state after a round: acceptance, times, and what was lost or gained."""
         drafting = [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
         # Also while a row does not draft: what it has shown is the less true the longer ago it was.
         state = replace(state, rows={index: (FAST * n, FAST * tests) for index, (n, tests) in state.rows.items()})
@@ -271,7 +264,6 @@ class _Outlook(NamedTuple):
 
     @staticmethod
     def of(state: Learned, rows: Sequence[Row], drafting: Sequence[Row], most: int) -> _Outlook:
-        """Return the outlook for a round of these rows, of which some draft."""
         kind = RoundKind.of(rows)
         costs = state.costs(kind, RoundKind(RoundKind.of(drafting or rows).size, kind.sampled), most)
         chances = state.stands.get(kind.sampled, Chances()).at(len(costs) - 1)
@@ -286,7 +278,6 @@ class _Outlook(NamedTuple):
         return _Outlook([*accumulate(steps, initial=costs[0])], [*accumulate(tokens, initial=float(len(rows)))])
 
     def speed(self, gamma: int) -> float:
-        """Return the expected tokens per second."""
         return self.tokens[gamma] / self.seconds[gamma]
 
     def best(self, margin: float) -> int:

@@ -58,7 +58,6 @@ class BeamDecoder:
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Fill free places of the batch with waiting searches, and read their prompts."""
         new = self._waiting[: self.decoder.batch_size - len(self.running)]
         least = 0 if self.running else 1
         while len(new) > least and not self._memory.holds([*map(self._tokens, self.running), *map(self._tokens, new)]):
@@ -113,7 +112,6 @@ class BeamDecoder:
         ]
 
     def _dismiss(self) -> None:
-        """Remove the searches that have ended, with their rows in both caches."""
         ended = [place for place, search in enumerate(self.running) if search.finish_reason]
         if ended:
             self._cache.free(ended)
@@ -170,7 +168,6 @@ def _count(search: BeamSearch, drafted: int) -> None:
 
 
 def _share(watch: Stopwatch, searches: Sequence[BeamSearch]) -> None:
-    """Add an equal part of the measured times to the statistics of every search."""
     for search in searches:
         for phase, seconds in watch.laps.items():
             search.stats.spend(phase, seconds / len(searches))

@@ -158,7 +158,6 @@ class TextBeams(BeamDrafts):
         self._drafter = drafter
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
-        """Return a chain of up to `depths[r]` prefixes behind every live beam of search r, cut at an EOS token."""
         lines = [(place, beam.prefix) for place, search in enumerate(searches) for beam in search.live]
         rows = [row_of(searches[place], prefix) for place, prefix in lines]
         draft = self._drafter.propose(Context(tuple(rows), draw), [depths[place] for place, _ in lines])
@@ -173,7 +172,6 @@ class TextBeams(BeamDrafts):
 
 
 def row_of(search: BeamSearch, prefix: Prefix) -> Row:
-    """Return a row whose text is the search's prompt followed by a prefix."""
     return Row(search.request, search.index, [*search.request.prompt, *prefix.tokens])
 
 
@@ -204,7 +202,6 @@ def score(
 
 
 def _ranked(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return scores (rows, vocab) with noise in the rows of sampled searches."""
     sampled = [place for place, row in enumerate(rows) if row.request.beams and row.request.beams.do_sample]
     if not sampled:
         return scores

@@ -56,7 +56,6 @@ def best_continuations(
 
 
 def best_beams(beams: Iterable[Beam], count: int) -> list[Beam]:
-    """Return the `count` beams of the greatest scores, the best first."""
     return sorted(beams, key=attrgetter("score"), reverse=True)[:count]
 
 
@@ -85,12 +84,10 @@ class BeamSearch:
 
     @property
     def depth(self) -> int:
-        """The number of output tokens in the live beams."""
         return self.live[0].prefix.depth
 
     @property
     def missing(self) -> list[Prefix]:
-        """The live prefixes without scores in the table."""
         return [beam.prefix for beam in self.live if not beam.prefix.scored]
 
     def advance(self) -> int:
@@ -102,7 +99,6 @@ class BeamSearch:
         return steps
 
     def _step(self) -> None:
-        """Extend every beam by one token."""
         self.error = next((beam.prefix.fault for beam in self.live if beam.prefix.fault), None)
         if self.error:
             self.finish_reason = "error"
@@ -125,7 +121,6 @@ class BeamSearch:
         self._end_if_over(length, bool(going))
 
     def _finish_reason(self, prefix: Prefix, token: int, length: int) -> str | None:
-        """Return the finish reason of a continuation; None if it is not finished."""
         if token in self.request.eos:
             return "stop"
         if self.request.stop and (reason := self.request.stop([*self.request.prompt, *prefix.tokens, token])):

@@ -54,7 +54,6 @@ class CapturedVerification:
     _failed: bool = False
 
     def __call__(self, verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
-        """Verify a draft; see `Verification`."""
         question = None if self._failed else _Question.of(verifier, context, logits, draft)
         outcome = question and self._by_graph(question, context, draft, model)
         return outcome or verify_eagerly(verifier, context, logits, draft, model)
@@ -119,17 +118,14 @@ class _Question:
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens are sampled."""
         return any(self.temperatures)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The key of the graph that answers this question."""
         return self.verifier, self.sampled, self.draft.law is None, shapes(self.inputs)
 
     @property
     def inputs(self) -> list[Tensor | None]:
-        """The inputs of the graph."""
         law = self.draft.law
         counts, temperatures = torch.tensor(self.draft.lengths), torch.tensor(self.temperatures, dtype=torch.float32)
         q = (None, None) if law is None else (law.probs, law.tokens)
@@ -170,7 +166,6 @@ class _Question:
 
 
 def _drawn(law: Law, chances: Tensor | None) -> Tensor:
-    """Draw tokens (rows, positions) from a law by numbers in [0, 1)."""
     if law.tokens is not None:
         return law.tokens
     assert chances is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from slipstream.core.draft import common_length
 from slipstream.text.jsontext import json_text
 
 ANSWER = "@answer"
@@ -44,7 +45,6 @@ class Grammar:
         self._count = 0
 
     def allowed(self, output: Sequence[int]) -> Tensor:
-        """Return the tokens that may come after an output, bool (vocab,); see `masks`."""
         return self.masks([output])[0]
 
     def masks(self, outputs: Sequence[Sequence[int]]) -> Tensor:
@@ -102,13 +102,12 @@ class Grammar:
         for number, state in reversed(self._states.items()):
             if state.tokens == tokens[: len(state.tokens)] or tokens == state.tokens[: len(tokens)]:
                 return number, state
-        best = max(self._states.items(), key=lambda item: _shared(item[1].tokens, tokens), default=None)
-        if best and _shared(best[1].tokens, tokens) >= len(best[1].tokens) - DRAFTED:
+        best = max(self._states.items(), key=lambda item: common_length(item[1].tokens, tokens), default=None)
+        if best and common_length(best[1].tokens, tokens) >= len(best[1].tokens) - DRAFTED:
             return best  # only tokens of a draft have to be rolled back
         return self._fresh()
 
     def _fresh(self) -> tuple[int, _State]:
-        """Return a new number, and the state before the first token."""
         self._count += 1
         return self._count, _State(new_matcher(self._tokens, self.source))
 
@@ -127,7 +126,7 @@ class _State:
 
     def move_to(self, tokens: list[int]) -> bool:
         """Roll back and consume another text -> whether it is allowed; if not, the state keeps the allowed part."""
-        shared = _shared(self.tokens, tokens)
+        shared = common_length(self.tokens, tokens)
         if shared < len(self.tokens):
             self.matcher.rollback(len(self.tokens) - shared)
             del self.tokens[shared:]
@@ -139,7 +138,6 @@ class _State:
         return taken == len(rest)
 
     def mask(self) -> bytes:
-        """Return the mask of what may come next, in bits."""
         bits: bytes = self.matcher.compute_bitmask()
         self.masks[len(self.tokens)] = bits
         return bits
@@ -152,14 +150,6 @@ def new_matcher(tokens: Any, source: str) -> Any:
     return LLMatcher(tokens, source, log_level=0)
 
 
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two texts."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next(place for place in range(length) if left[place] != right[place])
-
-
 class GrammarMask(LogitsProcessor):
     """Forbids the tokens that a grammar does not allow after the output, which begins after `prompt_length` tokens."""
 
@@ -170,7 +160,6 @@ class GrammarMask(LogitsProcessor):
         return self.process_positions(list(input_ids), scores)
 
     def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        """Mask scores (positions, vocab), each position after its own prefix (length,)."""
         if scores.shape[-1] != self.grammar.vocab:
             return scores  # a draft with another vocabulary, for which any law is exact
         allowed = self.grammar.masks([prefix[self.prompt_length :].tolist() for prefix in prefixes])
@@ -222,7 +211,6 @@ class Grammars:
         return self._made("JSON schema", json_text(schema), _json_grammar)
 
     def json_object(self) -> Grammar:
-        """Make the grammar whose texts are any JSON object."""
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Grammar:
@@ -254,7 +242,6 @@ class Grammars:
         return bool(self._tokens.is_special_token(token))
 
     def _check_size(self, what: str, size: int) -> None:
-        """Raise ValueError if a grammar is too long."""
         if size > self.limits.size:
             raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
 

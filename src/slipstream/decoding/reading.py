@@ -78,7 +78,6 @@ class PromptReader:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows whose texts are being read."""
         return [row for group in self.groups for row in group.rows]
 
     def add(self, row: Row) -> None:
@@ -143,7 +142,6 @@ class PromptReader:
                 self.target.rollback(self.target.lengths[: place + 1])  # nothing; but earlier states can be dropped
 
     def _pieces(self, running: int, have: Sequence[int]) -> list[list[int]]:
-        """Return the tokens to read now of every text, while this many rows run."""
         left = [max(0, len(group.text) - known) for group, known in zip(self.groups, have, strict=True)]
         eldest = min(range(len(left)), key=lambda place: self.groups[place].rows[0].turn)
         if running:

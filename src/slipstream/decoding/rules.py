@@ -36,7 +36,6 @@ class ByShape:
     paths: Verifier
 
     def __call__(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-        """Verify the draft with the verifier for its shape."""
         if draft.parents is None:
             return self.chain(p, draft, draw)
         return (self.tree if draft.paths is None else self.paths)(p, draft, draw)

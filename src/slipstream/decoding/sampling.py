@@ -114,7 +114,6 @@ class Sampling(SamplingFields):
 
     @property
     def greedy(self) -> bool:
-        """Whether every law is a point mass."""
         return self.temperature == 0
 
     @property
@@ -202,12 +201,10 @@ class Sampling(SamplingFields):
         return law if certain else self._law_by_position(scores, rows, texts, model)
 
     def _law(self, scores: Tensor) -> tuple[Law, bool]:
-        """Make a law of processed scores (rows, positions, vocab), and return whether it is certainly valid."""
         law, total = law_of_scores(scores, self.greedy)
         return law, math.isfinite(total.item())
 
     def _process(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes) -> Tensor:
-        """Apply all processors to logits (rows, positions, vocab), each position after its own prefix."""
         chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
         prefixes: list[list[Tensor]] = []
         for stage, processor in enumerate(chains[0]):
@@ -325,7 +322,6 @@ def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
 
 
 def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-    """Apply a processor to scores (positions, vocab), each with the prefix that position really has."""
     if hasattr(processor, "process_positions"):  # a check of the protocol would take longer than most processors
         return cast(TakesPositions, processor).process_positions(prefixes, scores)
     return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])

@@ -71,7 +71,6 @@ class Scheduler:
 
     @property
     def reading(self) -> list[Row]:
-        """The rows whose prompts are being read."""
         return self._reader.rows
 
     def add(self, request: Request, number: int | None = None) -> Row:
@@ -97,13 +96,11 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
         queued = not (self._arrivals.empty() and self._aborted.empty())
         return bool(queued or self.running or self._reader.groups or self.waiting)
 
     @property
     def idle(self) -> bool:
-        """Whether no row has a place."""
         return not (self.running or self._reader.groups)
 
     def abort(self, row: Row) -> None:
@@ -186,7 +183,6 @@ class Scheduler:
                 row.finish_reason = "length"
 
     def _dismiss(self) -> None:
-        """Free the rows that have ended."""
         self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])
 
     def _leave(self, leaving: Sequence[Row]) -> None:

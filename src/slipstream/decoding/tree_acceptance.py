@@ -123,15 +123,12 @@ class TreeWalk:
         self._law: Tensor | None = None if p.point else p.dense[:, 0].clone()
 
     def p(self, node: int) -> Tensor:
-        """Return the target's law after a node, (rows, vocab)."""
         return self._p.dense[:, node + 1]
 
     def level(self, node: int) -> int:
-        """Return the number of the node's ancestors in the tree."""
         return len(self.lines[node]) - 1
 
     def present(self, node: int) -> Tensor:
-        """Return the rows (bool) that have this candidate."""
         return (self._lengths > node) & (self._draft.tokens[:, node] != ABSENT)
 
     def candidates(self, node: int) -> list[tuple[int, tuple[Tensor, Tensor, Tensor]]]:

@@ -48,12 +48,10 @@ def verify_eagerly(verifier: Verifier, context: Context, logits: Tensor, draft: 
 
 
 def draw_next(context: Context, verdict: Verdict) -> Tensor:
-    """Draw the token after the accepted ones (rows,)."""
     return context.draw(verdict.law, Purpose.NEXT, verdict.accepted.tolist())[:, 0]
 
 
 def verifier_of(row: Row, otherwise: Verifier) -> Verifier:
-    """Return the verifier of a row: that of the rule that its request names, if it names one."""
     return otherwise if row.request.rule is None else row.request.rule.verify
 
 

@@ -85,7 +85,6 @@ class ExpectedText:
 
     @staticmethod
     def of(row: Row) -> ExpectedText:
-        """Create the record of a row for which nothing has been drafted ahead."""
         return ExpectedText(row, Row(row.request, row.index, list(row.tokens)), len(row.tokens))
 
     @property
@@ -160,11 +159,9 @@ class AheadDrafter:
 
     @property
     def scorer(self) -> Scorer:
-        """The Scorer of the draft model."""
         return self.model.scorer
 
     def _release(self) -> None:
-        """Free all rows of the model's cache."""
         self._stop()
         self._texts = []
         self.model.traits.release()
@@ -209,8 +206,8 @@ class AheadDrafter:
     @torch.inference_mode()
     def _draft(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Return this round's draft: the tokens that are ready, and the missing ones drafted now."""
-        known = {id(text.row): text for text in self._texts}
-        self._texts = [known.get(id(row)) or ExpectedText.of(row) for row in context.rows]
+        known = {text.row: text for text in self._texts}
+        self._texts = [known.get(row) or ExpectedText.of(row) for row in context.rows]
         whole = self._fit([text.base + max(gammas) for text in self._texts])
         for text, gamma in zip(self._texts, gammas, strict=True):
             text.cut(gamma if whole else 0)
@@ -274,7 +271,6 @@ class AheadDrafter:
         return self.scorer.context is None or max(lengths) <= self.scorer.context
 
     def _joined(self, fresh: Draft, ready: Sequence[int]) -> Draft:
-        """Join the tokens that are ready and the freshly drafted ones, row by row, to one draft."""
         lengths = tuple(count + more for count, more in zip(ready, fresh.lengths, strict=True))
         laws = [self._law(text, fresh, place) for place, text in enumerate(self._texts)]
         drafted = [text.shadow.tokens[text.base :] for text in self._texts]
@@ -325,6 +321,5 @@ def _goal(text: ExpectedText, gamma: int) -> int:
 
 
 def _of_row(draft: Draft, place: int) -> Law:
-    """Return the law (1, positions) of one row of a draft."""
     assert draft.law is not None
     return draft.law.select(torch.tensor([place], device=draft.law.device))

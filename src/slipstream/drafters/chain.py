@@ -49,11 +49,10 @@ class ChainDrafter:
         self.vocab = vocab or scorer.vocab
         self._fitted: Any = scorer if scorer.vocab == self.vocab else _Fitted(scorer, self.vocab)
         self._follower = Follower(scorer)
-        self._shadows: dict[int, Shadow] = {}
+        self._shadows: dict[Row, Shadow] = {}
         self.traits = Traits((scorer, *scorers_among([inner])))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` tokens per row, each from the model's law given all before it."""
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows, context.watch)
@@ -69,7 +68,7 @@ class ChainDrafter:
     def observe(self, round: Round) -> None:
         """Drop drafted tokens that were not kept, in this model's cache and in those of the inner drafter."""
         self._follower.rollback(round)
-        shadows = [self._shadows[id(row)] for row in round.rows if id(row) in self._shadows]
+        shadows = [self._shadows[row] for row in round.rows if row in self._shadows]
         for shadow in shadows:
             shadow.reset()
         if len(shadows) == len(round.rows):  # inside, the texts were cut, and no token is new
@@ -80,12 +79,12 @@ class ChainDrafter:
         """Return the shadow of every row, reset to the row's text; a new one if the window of the text has moved."""
         kept = {}
         for row, start in zip(rows, self._follower.starts, strict=True):
-            shadow = self._shadows.get(id(row))
-            if shadow is None or shadow.outer is not row or shadow.start != start:
+            shadow = self._shadows.get(row)
+            if shadow is None or shadow.start != start:
                 shadow = Shadow(row, start, _inside(row, start))
                 shadow.row.stats = row.stats.levels.setdefault(self.scorer.name, shadow.row.stats)
             shadow.reset()
-            kept[id(row)] = shadow
+            kept[row] = shadow
         self._shadows = kept
         return list(kept.values())
 
@@ -134,7 +133,6 @@ class Shadow:
         return len(self.outer.readable), self.start
 
     def reset(self) -> None:
-        """Reset the text to that of the outer row, from `start` on."""
         self.row.tokens[:] = self.outer.readable[self.start :]
 
 
@@ -154,7 +152,6 @@ def _inside(row: Row, start: int) -> Row:
 
 
 def _padded(laws: list[Law], width: int) -> list[Law]:
-    """Pad the laws (1, ...) of a row to `width` positions with copies of the last."""
     missing = width - sum(law.positions for law in laws)
     last = laws[-1]
     end = torch.tensor([last.positions - 1], device=last.device)
@@ -171,7 +168,6 @@ class _Fitted:
         return getattr(self._scorer, name)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens -> logits (rows, n, the target's vocab); see `Scorer.extend`."""
         return pad_vocabulary(
             self._scorer.extend(tokens.clamp(max=self._scorer.vocab - 1), counts, first, tree), self.vocab
         )

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from slipstream.core.draft import Draft, padded
-from slipstream.core.law import Law
 from slipstream.core.protocols import HasModel, Traits
 from slipstream.core.round import Context, Round
-from slipstream.drafters.following import Follower
+from slipstream.drafters.following import Follower, read_by_target
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.read_rows import read_by_target
-from slipstream.drafters.sampled import law_of, sample_chain
+from slipstream.drafters.sampled import sample_block
 from slipstream.models.heads.dflash import DFlashScorer
 from slipstream.models.heads.scorer import Head, HeadScorer, RecordsStates
 
@@ -38,7 +34,6 @@ class HeadDrafter:
         self.traits = Traits((self.scorer,))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
         return self._drafter.propose(context, read_by_target(self._target, context, gammas))
 
     def observe(self, round: Round) -> None:
@@ -61,19 +56,12 @@ class DFlashDrafter:
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Sample at most `gammas[r]` tokens per row, and at most `block_size` - 1."""
         gammas = read_by_target(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
-        if not any(gammas):
-            return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows, context.watch)
-        gammas = self._follower.read_late(gammas, context.prefill_chunk)
+        gammas = self._follower.begin(context, gammas)
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         missing = self._follower.lacking(0)
-        logits = self.scorer.block(padded(missing, self.scorer.device), [len(tokens) for tokens in missing])
-
-        def law_after(tokens: Tensor) -> Law:  # samplers may depend on the earlier tokens; the logits do not
-            return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, self.scorer.name)
-
-        return sample_chain(context, law_after, gammas, self.scorer.device)
+        logits = self.scorer.block(padded(missing, self.scorer.device), list(map(len, missing)))
+        return sample_block(context, logits, gammas, self.scorer.name)
 
     def observe(self, round: Round) -> None:
         """Roll the cache back to the text; drafted tokens were never written to it."""

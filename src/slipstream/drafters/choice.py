@@ -32,7 +32,6 @@ class Choice:
         self.traits = Traits(scorers_among(drafters), drafters=self.drafters)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` tokens for each row, with the first drafter that has any."""
         left, drafts, parts = list(gammas), list[Draft](), list[ScopedDraft]()
         for place, drafter in enumerate(self.drafters):
             if not any(left):
@@ -47,7 +46,6 @@ class Choice:
         return replace(merge(drafts), parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
-        """Pass the round to every drafter."""
         for drafter in self.drafters:
             drafter.observe(round)
 
@@ -138,7 +136,6 @@ class Ucb:
             raise ValueError(f"{self} is not possible: use 0 < discount <= 1, explore >= 0 and hold >= 1.")
 
     def init(self, arms: int) -> Pulls:
-        """Return the state before any round: no drafter has been measured."""
         return Pulls((Arm(),) * arms)
 
     def choose(self, state: Pulls) -> Pulls:
@@ -191,7 +188,6 @@ class Bandit:
         self._clock = clock or (lambda round: sum(round.seconds.values()))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft with the drafter that is chosen for this round."""
         self.state = self.settings.choose(self.state)
         return self.drafters[self.state.current].propose(context, gammas)
 

@@ -46,7 +46,6 @@ class CopyingDrafter(Drafter, Generic[T]):
         return sure([ended(self.copy(row, gamma), row) if gamma else [] for row, gamma in pairs])
 
     def observe(self, round: Round) -> None:
-        """Drop the rows that have ended."""
         for row in round.rows:
             if row.finish_reason:
                 self.known.pop(row, None)
@@ -62,7 +61,6 @@ def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:
 
 
 def grammar_of(row: Row) -> Grammar | None:
-    """Return the grammar of a row's request, or None."""
     return getattr(row.request.sampler, "grammar", None)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from slipstream.cache.prefixes import recalling
 from slipstream.core.draft import accepted_paths, ancestors, padded
-from slipstream.core.protocols import Scorer
+from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.request import Row
-from slipstream.core.round import Round, Stopwatch
+from slipstream.core.round import Context, Round, Stopwatch
 from slipstream.execution.draft_graphs import FED
 
 
@@ -35,7 +35,6 @@ class Follower:
         self._watch = Stopwatch()
 
     def release(self) -> None:
-        """Free all rows of the model's cache."""
         self.follow(())
 
     def follow(self, rows: Sequence[Row], watch: Stopwatch | None = None) -> None:
@@ -56,8 +55,18 @@ class Follower:
             self._join(row)
         self._rows, self._late = list(rows), [False] * len(rows)
 
+    def begin(self, context: Context, gammas: Sequence[int]) -> list[int]:
+        """Follow the rows of a context and read what they lack -> how many tokens to draft; see `read_late`."""
+        if not any(gammas):
+            return [0] * len(gammas)
+        self.follow(context.rows, context.watch)
+        return self.read_late(gammas, context.prefill_chunk)
+
+    def windowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Return, per row, how many of its drafted tokens come from a shortened text; see `Draft.windowed`."""
+        return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
+
     def _join(self, row: Row) -> None:
-        """Append a row, with the longest stored prefix of its text."""
         self.scorer.add(1, [row.request.source])
         text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
         if row.request.gamma != 0 and (limit is None or len(text) < limit):
@@ -131,7 +140,8 @@ class Follower:
             return
         if round.verdict.path is not None and round.draft.parents is not None:
             kept, have = self._kept(), self.scorer.lengths
-            fed = _inner(round.draft.parents)
+            levels = list(map(len, ancestors(round.draft.parents)))
+            fed = sum(level < max(levels) for level in levels)  # the last level was not fed
             paths = [[node for node in path if node < fed] for path in accepted_paths(round.verdict)]
             bases = [length + 1 - len(new) for length, new in zip(kept, round.tokens, strict=True)]
             self.scorer.keep([min(base, length) for base, length in zip(bases, have, strict=True)], paths)
@@ -169,12 +179,10 @@ class Follower:
         return [self._ids(row.readable[start + have :]) for row, start, have in places]
 
     def _ids(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens as the draft reads them: ids beyond its vocabulary become its last id."""
         last = self.scorer.vocab - 1
         return [min(token, last) for token in tokens]
 
     def _slide(self, room: int) -> None:
-        """Begin a new window of half the context in rows whose text and draft no longer fit."""
         limit = self.scorer.context
         if limit is None:
             return
@@ -195,12 +203,8 @@ def still_first(known: Sequence[Row], rows: Sequence[Row]) -> list[int]:
     return kept
 
 
-def _inner(parents: tuple[int, ...]) -> int:
-    """Return how many nodes of a tree were fed to the draft: all but the last level."""
-    deepest = max(len(line) for line in ancestors(parents))
-    return sum(len(line) < deepest for line in ancestors(parents))
-
-
-def windowed_lengths(follower: Follower, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return, per row, how many of its drafted tokens come from a shortened text; see `Draft.windowed`."""
-    return tuple(length if start else 0 for length, start in zip(lengths, follower.starts, strict=True))
+def read_by_target(target: HasModel, context: Context, gammas: Sequence[int]) -> list[int]:
+    """Return `gammas`, with 0 for rows of which the target has not read all tokens but the pending one."""
+    lengths = [*target.lengths, *[0] * len(context.rows)]
+    read = [have > 0 and have == len(row.tokens) - 1 for have, row in zip(lengths, context.rows, strict=False)]
+    return [gamma if known else 0 for gamma, known in zip(gammas, read, strict=True)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters.datastore.drafter import fingerprint
-from slipstream.files import TensorFileKind, load_tensors, save_tensors, user_cache
+from slipstream.files import TensorFileKind, save_tensors, user_cache
 
 KIND = TensorFileKind(
     "counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft build vocabulary`"
@@ -45,7 +45,6 @@ class TokenCounts:
 
     @property
     def total(self) -> int:
-        """The number of tokens that were counted."""
         return int(self.counts.sum())
 
     @property
@@ -61,11 +60,9 @@ class TokenCounts:
         return self.counts.argsort(descending=True, stable=True)[:size].sort().values
 
     def share(self, kept: Tensor) -> float:
-        """Return the share (0 to 1) of the counted tokens whose ids are in `kept`."""
         return float(self.counts[kept].sum()) / max(1, self.total)
 
     def save(self, path: str | Path) -> None:
-        """Write the counts to a file, atomically."""
         about = {"target": self.target, "tokenizer": self.tokenizer, "texts": str(self.texts)}
         save_tensors(path, KIND, {"counts": self.counts}, about)
 
@@ -74,11 +71,8 @@ class TokenCounts:
         """Read a file of counts. Raises ValueError in one sentence if there is none, or it is damaged."""
         if not Path(path).is_file():
             raise ValueError(f"there is no file of counts {str(path)!r}: {KIND.remedy}.")
-        tensors, about = load_tensors(path, KIND)
-        try:
+        with KIND.contents(path) as (tensors, about):
             return TokenCounts(tensors["counts"], int(about["texts"]), about["target"], about["tokenizer"])
-        except (KeyError, ValueError) as error:
-            raise KIND.damaged(path, "it does not hold what its header says") from error
 
 
 def kept_counts(target: str, vocab: int, tokenizer: Any) -> Path:
@@ -119,7 +113,6 @@ class FrequentTokens:
         return kept, f"the draft knows {size} of {vocab} tokens, which make up {about}."
 
     def _counts(self, target: str, vocab: int, tokenizer: Any) -> TokenCounts:
-        """Read the counts of a target's tokens. Raises ValueError without counts of its vocabulary."""
         path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
         if self.file is None and not path.is_file():
             raise ValueError(

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.core.draft import Draft
-from slipstream.core.law import Law
-from slipstream.core.protocols import HasModel
-from slipstream.core.round import Context, Round
-from slipstream.drafters.read_rows import read_by_target
-from slipstream.drafters.sampled import law_of, sample_chain
-from slipstream.files import TensorFileKind, load_tensors, save_tensors
+from slipstream.core.protocols import Drafter, HasModel
+from slipstream.core.round import Context
+from slipstream.core.values import check_least
+from slipstream.drafters.following import read_by_target
+from slipstream.drafters.sampled import sample_block
+from slipstream.files import TensorFileKind, save_tensors
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import RecordsStates
 from slipstream.models.loading.cut_head import CutHead
@@ -52,9 +52,7 @@ class Sizes:
     target: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("heads", "width", "inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
+        check_least(self, heads=1, width=1, inner=1)
 
 
 class ParallelHeads(nn.Module):
@@ -94,16 +92,13 @@ class ParallelHeads(nn.Module):
         file = Path(folder) / FILE
         if not file.is_file():
             raise ValueError(f"there is no {file}: {KIND.remedy}.")
-        weights, notes = load_tensors(file, KIND)
-        heads = ParallelHeads(Sizes(**json.loads(notes["sizes"])))
-        try:
+        with KIND.contents(file) as (weights, notes):
+            heads = ParallelHeads(Sizes(**json.loads(notes["sizes"])))
             heads.load_state_dict(weights)
-        except RuntimeError as error:
-            raise KIND.damaged(file, "it does not hold what its header says") from error
         return heads.eval()
 
 
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Drafts up to one token per head, all from one hidden state of the target, with the request's own settings.
 
     Rows without recorded states of the target get no draft, such as rows of one token.
@@ -134,17 +129,10 @@ class HeadsDrafter:
         """Sample at most `gammas[r]` tokens per row, at most one per head; none for rows the target has not read."""
         most = self.heads.sizes.heads
         lengths = read_by_target(self.scorer, context, [min(gamma, most) for gamma in gammas])
-        if not max(lengths, default=0):
+        if not any(lengths):
             return Draft.empty(len(context.rows), self.scorer.device)
         logits = self._logits(context, max(lengths)).to(self.scorer.device)
-
-        def law_after(tokens: Tensor) -> Law:  # samplers may depend on the earlier tokens; the logits do not
-            return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, "heads")
-
-        return sample_chain(context, law_after, lengths, self.scorer.device)
-
-    def observe(self, round: Round) -> None:
-        """Do nothing: the target records the hidden states, and drops those of rejected tokens."""
+        return sample_block(context, logits, lengths, "heads")
 
     @torch.inference_mode()
     def _logits(self, context: Context, first: int) -> Tensor:

@@ -1,17 +1,14 @@
 """The kinds of drafts: the specification string of each, what it is, and how it is built for a target.
 
-A line in `KINDS` makes a new drafter available in specification strings.
+A builder that `kind` registers makes a new drafter available in specification strings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, TypeVar
 
 from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
 from slipstream.core.values import switch
@@ -49,24 +46,59 @@ from slipstream.models.heads.dflash import load_dflash
 from slipstream.models.heads.eagle3 import load_eagle3
 from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.layers import read_layers
-from slipstream.models.loading.load import AnyScorer, find_tokenizer, load_scorer
+from slipstream.models.loading.load import find_tokenizer, load_scorer
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part, quantized_twin
+
+Builder = Callable[..., Drafter]
+"""`build(context, value, **options)`; raises ValueError in one sentence."""
+
+Parsers = Mapping[str, Callable[[str], Any]]
+
+AScorer = TypeVar("AScorer")
 
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A kind of draft: the form of its specification, a description, the types of its options, and its builder.
+    """A kind of draft: the form of its specification, a description, its builder, and the types of its options.
 
-    A `form` with a colon needs a value. `build(context, value, **options)` raises ValueError in one sentence.
+    A `form` with a colon needs a value.
     """
 
     form: str
     about: str
-    build: Callable[..., Drafter]
-    options: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+    build: Builder
+    options: Parsers
 
 
+KINDS: dict[str, DrafterKind] = {}
+"""The kinds of drafts by their names in specifications."""
+
+
+def kind(form: str, about: str, **options: Callable[[str], Any]) -> Callable[[Builder], Builder]:
+    """Register a builder under the name that its `form` begins with."""
+
+    def register(build: Builder) -> Builder:
+        KINDS[form.partition(":")[0]] = DrafterKind(form, about, build, options)
+        return build
+
+    return register
+
+
+CUT: Parsers = {"draft_vocab": FrequentTokens.parse}
+MODEL: Parsers = {"dtype": str, "device": str, **CUT, "quantize": Precision.read, "ahead": switch, "adapter": str}
+OWN_WEIGHTS: Parsers = {"group": int, "rounding": str, **CUT}
+FILES: Parsers = {"key_file": str, "ca_file": str}
+SERVER: Parsers = {"timeout_ms": float, "trust": switch, "top": int, "ahead": switch, **FILES}
+
+QUANTIZED = ("int4", "int8", "quantized")
+MODELS = ("model", "embedded", *QUANTIZED)
+
+ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
+"""The names of options in other engines, with ours."""
+
+
+@kind("model:NAME", "a smaller model, by hub name or folder", **MODEL, vocabulary=str)
 def build_model(
     context: BuildContext,
     source: Any,
@@ -77,10 +109,13 @@ def build_model(
 ) -> Drafter:
     """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`.
 
-    `loading` are the options of `_load`.
+    It is loaded as the target was, unless `dtype`, `device` or `quantize` (for its weights alone) are given; it may
+    have an `adapter`.
     """
-    scorer = _load(context, source, context.kept_tokens(draft_vocab), **loading)
-    tokenizer = find_tokenizer(source, adapter=loading.get("adapter"))
+    tokenizer, kept = find_tokenizer(source, adapter=loading.get("adapter")), context.kept_tokens(draft_vocab)
+    dtype, device = loading.pop("dtype", None) or context.dtype, loading.pop("device", None) or context.device
+    mode = replace(context.mode, precision=loading.pop("quantize", None))
+    scorer = load_scorer(source, dtype, device, mode, kept, **loading)
     _refuse_reader(context.target, scorer)
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
         if draft_vocab:
@@ -92,22 +127,7 @@ def build_model(
     return ahead_or_waiting(made, context.target if meanwhile else None, ahead)
 
 
-def _load(
-    context: BuildContext,
-    source: Any,
-    kept: Tensor | None,
-    dtype: str | None = None,
-    device: str | None = None,
-    quantize: Precision | None = None,
-    **adapter: Any,
-) -> AnyScorer:
-    """Load a draft model, by default as the target was; `quantize` quantizes its weights, not the target's."""
-    how = (dtype or context.dtype, device or context.device, replace(context.mode, precision=quantize))
-    return load_scorer(source, *how, kept, **adapter)
-
-
 def _refuse_reader(target: Scorer, draft: Scorer) -> None:
-    """Raises ValueError for an encoder-decoder draft if the target reads no source, or a source in another form."""
     ours, form = target.source_form, draft.source_form
     if form is None:
         return
@@ -137,23 +157,38 @@ def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str 
     return drafter
 
 
-def _embedded(context: BuildContext, value: str, **options: Any) -> Drafter:
+@kind("embedded", "the small draft model that ships with the package", **MODEL)
+def embedded(context: BuildContext, value: str, **options: Any) -> Drafter:
     return build_model(context, EMBEDDED / "draft", **options)
 
 
-def _ngram(context: BuildContext, file: str, online: bool = False) -> Drafter:
+@kind("ngram:FILE", "an n-gram model, by `slipstream draft build`", online=switch)
+def ngram(context: BuildContext, file: str, online: bool = False) -> Drafter:
     return Ngram(NgramModel.load(file), context.target.vocab, online)
 
 
-def _lookup(context: BuildContext, value: str, **options: Any) -> Drafter:
+@kind("plain", "no draft: plain decoding, as one of several")
+def plain(context: BuildContext, value: str) -> Drafter:
+    return NoDraft()
+
+
+@kind(
+    "lookup",
+    "copies what followed the last tokens when they occurred before",
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
+    **dict.fromkeys(("factor", "offset"), float),
+)
+def lookup(context: BuildContext, value: str, **options: Any) -> Drafter:
     return Lookup(**options, vocab=context.target.vocab)
 
 
-def _exit(context: BuildContext, layers: str) -> Drafter:
+@kind("exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`")
+def exit_layers(context: BuildContext, layers: str) -> Drafter:
     return ExitDrafter(_own(context), read_layers(layers))
 
 
-def _quantized(
+@kind("quantized:PRECISION", "the target's own weights, as quantized:int4?group=64", **OWN_WEIGHTS)
+def quantized(
     context: BuildContext,
     name: str,
     group: int | None = None,
@@ -172,58 +207,72 @@ def _quantized(
     if not target.shares_rows or target.source_form or context.tree or context.drafted:
         twin = quantized_twin(target.model, target.name, precision, kept, progress)
         return context.drafting(load_scorer(twin, mode=replace(context.mode, packed=False)))
-    return _on_own_rows(context, quantized_part(target, precision, kept, progress))
+    return SameRowsDrafter(_graphed(context, quantized_part(target, precision, kept, progress)))
 
 
-def _on_own_rows(context: BuildContext, part: HasModel) -> Drafter:
-    if context.mode.compiled and context.mode.ahead is not None and isinstance(part, DraftsInGraphs):
-        part.make_draft_graphs(context.mode.ahead, context.mode.progress)
-    return SameRowsDrafter(part)
+def _graphed(context: BuildContext, scorer: AScorer) -> AScorer:
+    """Return a Scorer on the target's rows or states, with compiled graphs of its chains if the models are compiled."""
+    if context.mode.compiled and context.mode.ahead is not None and isinstance(scorer, DraftsInGraphs):
+        scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
+    return scorer
 
 
-def _in(name: str) -> Callable[..., Drafter]:
-    return lambda context, value, **options: _quantized(context, name, **options)
+@kind("int8", "the target's own weights in 8 bits, on its own cache", **OWN_WEIGHTS)
+def int8(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return quantized(context, "int8", **options)
+
+
+@kind("int4", "the target's own weights in 4 bits, on its own cache", **OWN_WEIGHTS)
+def int4(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return quantized(context, "int4", **options)
 
 
 SINKS = 4  # the first tokens of a text, which get much attention in every text (arXiv 2309.17453)
 
 
-def _window(
+@kind(
+    "window:TOKENS",
+    "the target itself, seeing the end of a long text only; weights=int4 makes it cheaper",
+    sinks=int,
+    weights=str,
+    group=int,
+)
+def window(
     context: BuildContext, tokens: str, sinks: int = SINKS, weights: str | None = None, group: int | None = None
 ) -> Drafter:
-    """Build the drafter of the target itself (or quantized) that attends to a text's first and last tokens only."""
     target = _own(context)
     if not tokens.isdecimal() or int(tokens) < 1 or sinks < 0:
         raise ValueError(f"window:{tokens} with {sinks} sinks is not possible: write numbers, as window:1024?sinks=4.")
     part = quantized_part(target, Precision.named(weights, group)) if weights and target.shares_rows else target
     if not isinstance(part, SeesWindows):
         raise ValueError(f"{target.name} keeps a state, and nothing of which it could see a window: use int4 as draft.")
-    return _on_own_rows(context, part.seeing(int(tokens), sinks))
+    return SameRowsDrafter(_graphed(context, part.seeing(int(tokens), sinks)))
 
 
-def _heads(context: BuildContext, folder: str, draft_vocab: FrequentTokens | None = None) -> Drafter:
+@kind("heads:DIR", "parallel heads, trained by `slipstream draft build`", **CUT)
+def heads(context: BuildContext, folder: str, draft_vocab: FrequentTokens | None = None) -> Drafter:
     return HeadsDrafter(_own(context), ParallelHeads.load(folder), context.kept_tokens(draft_vocab))
 
 
-def _eagle3(context: BuildContext, source: str) -> Drafter:
+@kind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder")
+def eagle3(context: BuildContext, source: str) -> Drafter:
     target = _own(context)
-    return _on_states(context, HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}"))
+    drafter = HeadDrafter(target, load_eagle3(source, target.model), f"eagle3:{source}")
+    _graphed(context, drafter.scorer)
+    return drafter
 
 
-def _dflash(context: BuildContext, source: str) -> Drafter:
+@kind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call")
+def dflash(context: BuildContext, source: str) -> Drafter:
     target = _own(context)
     return DFlashDrafter(target, load_dflash(source, target.model), f"dflash:{source}")
 
 
-def _mtp(context: BuildContext, value: str) -> Drafter:
+@kind("mtp", "the target's own heads for several tokens, where its checkpoint has them")
+def mtp(context: BuildContext, value: str) -> Drafter:
     target = _own(context)
-    return _on_states(context, HeadDrafter(target, load_mtp(target.model, target.name), "mtp"))
-
-
-def _on_states(context: BuildContext, drafter: HeadDrafter) -> HeadDrafter:
-    """Return a drafter on the target's hidden states, with compiled graphs of its chains if the models are compiled."""
-    if context.mode.compiled and context.mode.ahead is not None:
-        drafter.scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
+    drafter = HeadDrafter(target, load_mtp(target.model, target.name), "mtp")
+    _graphed(context, drafter.scorer)
     return drafter
 
 
@@ -244,7 +293,20 @@ def _refuse_ranks(target: Scorer) -> None:
         )
 
 
-def _datastore(
+@kind(
+    "datastore:DIR",
+    "copies from documents and past responses, built by `slipstream draft build`",
+    namespace=str,
+    learn=switch,
+    sentence=str,
+    entries=int,
+    factor=float,
+    offset=float,
+    chance=float,
+    nearest=int,
+    own=switch,
+)
+def datastore(
     context: BuildContext,
     folder: str,
     namespace: str = "default",
@@ -253,7 +315,6 @@ def _datastore(
     entries: int = NamespaceLimits.entries,
     **settings: Any,
 ) -> Drafter:
-    """Build the drafter of a datastore: the folder's corpus and memory, if they exist; `learn` creates a memory."""
     name, target = fingerprint(context.tokenizer), context.target
     corpus = open_corpus(folder, target.vocab, name)
     memory = None
@@ -268,7 +329,6 @@ def _datastore(
 
 
 def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
-    """Return the embedder that compares requests: a sentence model, or the target's own input embeddings."""
     if sentence:
         if context.tokenizer is None:
             raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
@@ -289,16 +349,25 @@ WAIT = 5.0
 """The seconds to wait for a draft server's first answer; after that, decoding starts without it."""
 
 
-def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Drafter:
-    """Build the drafter for a draft server, to which a background thread connects."""
-    host, port = split_address(kind, value)
+@kind("tcp://HOST:PORT", "a draft on another machine, served by `slipstream serve-draft`", **SERVER)
+def tcp(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return _remote("tcp", context, value, **options)
+
+
+@kind("tls://HOST:PORT", "the same, over TLS", **SERVER)
+def tls(context: BuildContext, value: str, **options: Any) -> Drafter:
+    return _remote("tls", context, value, **options)
+
+
+def _remote(protocol: str, context: BuildContext, value: str, **options: Any) -> Drafter:
+    host, port = split_address(protocol, value)
     settings = Settings(
         host,
         port,
-        kind == "tls",
-        read_key(options.get("key-file")),
-        options.get("ca-file"),
-        options.get("timeout-ms", 1000.0) / 1000,
+        protocol == "tls",
+        read_key(options.get("key_file")),
+        options.get("ca_file"),
+        options.get("timeout_ms", 1000.0) / 1000,
         **{name: options[name] for name in ("trust", "top", "ahead") if name in options},
     )
     if context.target.source_form is not None and context.target.source_form.features:
@@ -309,87 +378,8 @@ def _remote(kind: str, context: BuildContext, value: str, **options: Any) -> Dra
     except ValueError as error:
         connection.close()
         raise ValueError(f"{settings.url}: {error}.") from None
-    context.notes.append(_about_server(settings, connection.peer, fault))
-    return RemoteDrafter(connection, context.target.vocab, Use(settings.trust, settings.top, settings.ahead))
-
-
-def _about_server(settings: Settings, peer: str, fault: str) -> str:
-    if fault:
-        return f"{settings.url} cannot be reached ({fault}): decoding goes on without a draft until it can."
     how = "whose law is trusted" if settings.trust else "whose tokens are guesses, exact whatever it sends"
-    return f"{settings.url} drafts with {peer}, {how}."
-
-
-CUT: dict[str, Callable[[str], Any]] = {"draft_vocab": FrequentTokens.parse}
-PLACE: dict[str, Callable[[str], Any]] = {"dtype": str, "device": str, **CUT}
-OWN_WEIGHTS: dict[str, Callable[[str], Any]] = {"group": int, "rounding": str, **CUT}
-EMBEDDED_MODEL: dict[str, Callable[[str], Any]] = {**PLACE, "quantize": Precision.read, "ahead": switch, "adapter": str}
-MODEL: dict[str, Callable[[str], Any]] = {**EMBEDDED_MODEL, "vocabulary": str}
-LOOKUP: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size", "min_matching_ngram_size"), int),
-    **dict.fromkeys(("factor", "offset"), float),
-}
-SERVER: dict[str, Callable[[str], Any]] = {
-    "timeout-ms": float,
-    "trust": switch,
-    "top": int,
-    "key-file": str,
-    "ca-file": str,
-    "ahead": switch,
-}
-STORE: dict[str, Callable[[str], Any]] = {
-    "namespace": str,
-    "learn": switch,
-    "sentence": str,
-    "entries": int,
-    "factor": float,
-    "offset": float,
-    "chance": float,
-    "nearest": int,
-    "own": switch,
-}
-
-KINDS: dict[str, DrafterKind] = {
-    "model": DrafterKind("model:NAME", "a smaller model, by hub name or folder", build_model, MODEL),
-    "embedded": DrafterKind("embedded", "the small draft model that ships with the package", _embedded, EMBEDDED_MODEL),
-    "ngram": DrafterKind("ngram:FILE", "an n-gram model, by `slipstream draft build`", _ngram, {"online": switch}),
-    "datastore": DrafterKind(
-        "datastore:DIR",
-        "copies from documents and past responses, built by `slipstream draft build`",
-        _datastore,
-        STORE,
-    ),
-    "plain": DrafterKind("plain", "no draft: plain decoding, as one of several", lambda context, value: NoDraft()),
-    "lookup": DrafterKind("lookup", "copies what followed the last tokens when they occurred before", _lookup, LOOKUP),
-    "exit": DrafterKind(
-        "exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`", _exit
-    ),
-    "int4": DrafterKind("int4", "the target's own weights in 4 bits, on its own cache", _in("int4"), OWN_WEIGHTS),
-    "int8": DrafterKind("int8", "the target's own weights in 8 bits, on its own cache", _in("int8"), OWN_WEIGHTS),
-    "quantized": DrafterKind("quantized:PRECISION", "the same, as quantized:int4?group=64", _quantized, OWN_WEIGHTS),
-    "window": DrafterKind(
-        "window:TOKENS",
-        "the target itself, seeing the end of a long text only; weights=int4 makes it cheaper",
-        _window,
-        {"sinks": int, "weights": str, "group": int},
-    ),
-    "mtp": DrafterKind("mtp", "the target's own heads for several tokens, where its checkpoint has them", _mtp),
-    "eagle3": DrafterKind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder", _eagle3),
-    "dflash": DrafterKind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call", _dflash),
-    "tcp": DrafterKind(
-        "tcp://HOST:PORT",
-        "a draft on another machine, served by `slipstream serve-draft`",
-        partial(_remote, "tcp"),
-        SERVER,
-    ),
-    "tls": DrafterKind("tls://HOST:PORT", "the same, over TLS", partial(_remote, "tls"), SERVER),
-    "heads": DrafterKind("heads:DIR", "parallel heads, trained by `slipstream draft build`", _heads, CUT),
-}
-"""The kinds of drafts by their names in specifications."""
-
-QUANTIZED = ("int4", "int8", "quantized")
-MODELS = ("model", "embedded", *QUANTIZED)
-
-ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
-"""The names of options in other engines, with ours."""
-ALIASES |= {name.replace("-", "_"): name for name in SERVER if "-" in name}
+    reached = f"{settings.url} drafts with {connection.peer}, {how}."
+    absent = f"{settings.url} cannot be reached ({fault}): decoding goes on without a draft until it can."
+    context.notes.append(absent if fault else reached)
+    return RemoteDrafter(connection, context.target.vocab, Use(settings.trust, settings.top, settings.ahead))

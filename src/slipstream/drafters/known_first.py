@@ -71,5 +71,4 @@ class KnownFirst:
 
 
 def _served(draft: Draft) -> tuple[int, ...]:
-    """Return the places of the rows for which a draft has tokens."""
     return tuple(place for place, length in enumerate(draft.lengths) if length)

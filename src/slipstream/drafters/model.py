@@ -11,7 +11,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer, Traits
 from slipstream.core.round import Context, Round
-from slipstream.drafters.following import Follower, windowed_lengths
+from slipstream.drafters.following import Follower
 from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
 from slipstream.execution.draft_graphs import FED, DraftsInGraphs
 
@@ -35,18 +35,13 @@ class ModelDrafter:
         self.traits = Traits((scorer,), scorer, release=self._follower.release)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Sample up to `gammas[r]` tokens per row, each from the law given all before it."""
+        gammas = self._follower.begin(context, gammas)
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows, context.watch)
-        gammas = self._follower.read_late(gammas, context.prefill_chunk)
-        gamma = max(gammas, default=0)
-        if not gamma:
-            return Draft.empty(len(context.rows), self.scorer.device)
-        missing = self._follower.lacking(gamma)
+        missing = self._follower.lacking(max(gammas))
         chains = chains_by_graphs(self._graphs, context, missing, gammas, self.vocab)
         if chains is not None:
-            return Draft(*chains, tuple(gammas), windowed_lengths(self._follower, gammas))
+            return Draft(*chains, tuple(gammas), self._follower.windowed(gammas))
 
         def law_after(tokens: Tensor) -> Law:
             if i := tokens.shape[1]:
@@ -56,10 +51,9 @@ class ModelDrafter:
             return law_of(context, pad_vocabulary(logits, self.vocab), tokens, self.scorer.name)
 
         draft = sample_chain(context, law_after, gammas, self.scorer.device)
-        return replace(draft, windowed=windowed_lengths(self._follower, gammas))
+        return replace(draft, windowed=self._follower.windowed(gammas))
 
     def observe(self, round: Round) -> None:
-        """Roll the model's cache back to the tokens that the round kept."""
         self._follower.rollback(round)
 
     def trim(self) -> None:

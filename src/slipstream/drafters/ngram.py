@@ -44,7 +44,6 @@ class Ngram:
         return self.model.facts
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Sample up to `gammas[r]` tokens per row, each from the law given all before it; on the CPU."""
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), torch.device("cpu"))
         texts = [row.tokens[-self.model.order :] for row in context.rows]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.files import TensorFileKind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, save_tensors
 
 ORDERS = range(1, 6)
 MOST_TOKENS = 1 << 24  # the largest vocabulary: above all real ones, small enough for tables with an entry per token
@@ -60,12 +60,13 @@ class Table:
         place = start + int(self.tokens[start:end].searchsorted(self.tokens.dtype.type(token)))
         return place if place < end and int(self.tokens[place]) == token else None
 
-    def fault(self, contexts: int) -> str | None:
-        """Return what is wrong with the sizes of the arrays; None if they fit together."""
+    def check(self, contexts: int) -> None:
+        """Raises ValueError if the sizes of the arrays do not fit together."""
         grams = len(self.tokens)
         if (len(self.starts), len(self.alpha), len(self.gamma)) != (contexts + 1, grams, contexts):
-            return "its tables have sizes that do not fit together"
-        return None if (int(self.starts[0]), int(self.starts[-1])) == (0, grams) else "its index has the wrong ends"
+            raise ValueError("its tables have sizes that do not fit together")
+        if (int(self.starts[0]), int(self.starts[-1])) != (0, grams):
+            raise ValueError("its index has the wrong ends")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,6 @@ class NgramModel:
 
     @property
     def vocab(self) -> int:
-        """The number of tokens in the vocabulary."""
         return len(self.unigram)
 
     @property
@@ -160,7 +160,6 @@ class NgramModel:
                     yield level
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, atomically."""
         arrays = {"1.unigram": self.unigram}
         for n, table in enumerate(self.tables, 2):
             arrays |= {f"{n}.{name}": getattr(table, name) for name in Table.__slots__}
@@ -175,27 +174,17 @@ class NgramModel:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no n-gram model at {path}.")
-        tensors, about = load_tensors(path, KIND)
-        return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
-
-
-def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> NgramModel:
-    """Make the model of a file's arrays. Raises ValueError if they do not fit the file's header."""
-    try:
-        order, vocab = int(about["order"]), int(about["vocab"])
-        tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in range(2, order + 1)]
-        model = NgramModel(arrays.pop("1.unigram"), tuple(tables))
-    except KeyError as error:
-        raise KIND.damaged(path, f"it lacks {error}") from error
-    except ValueError as error:
-        raise KIND.damaged(path, "its order or vocabulary is no number") from error
-    contexts = [vocab + 1, *(len(table.tokens) for table in tables)]
-    faults = [table.fault(count) for table, count in zip(tables, contexts, strict=False)]
-    if order not in ORDERS or vocab != model.vocab or arrays:
-        faults = ["its order or vocabulary is not the one it names"]
-    for fault in filter(None, faults):
-        raise KIND.damaged(path, fault)
-    return model
+        with KIND.contents(path) as (tensors, about):
+            arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+            orders = range(2, int(about["order"]) + 1)
+            tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in orders]
+            model = NgramModel(arrays.pop("1.unigram"), tuple(tables))
+            if model.order not in ORDERS or model.vocab != int(about["vocab"]) or arrays:
+                raise ValueError("its order or vocabulary is another")
+            contexts = [model.vocab + 1, *(len(table.tokens) for table in tables)]
+            for table, count in zip(tables, contexts, strict=False):
+                table.check(count)
+        return model
 
 
 # ---- counting and smoothing -------------------------------------------------------------------------------------
@@ -309,11 +298,9 @@ class OnlineCounts:
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
 
     def __len__(self) -> int:
-        """Return the number of contexts with counts."""
         return len(self._counts)
 
     def add(self, text: Sequence[int], new: int) -> None:
-        """Count the last `new` tokens of a text."""
         for place in range(len(text) - new, len(text)):
             self._first[text[place]] += 1
             for size in range(1, min(self.order - 1, place) + 1):

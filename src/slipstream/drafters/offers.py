@@ -46,7 +46,6 @@ def tried(draft: str, context: BuildContext) -> Offer:
 
 
 def _about(draft: str) -> str:
-    """Return a description of a draft, from its specification."""
     syntax = parse(draft)
     if isinstance(syntax, DrafterTerm):
         return KINDS[syntax.kind].about

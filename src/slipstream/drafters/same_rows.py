@@ -15,13 +15,13 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
-from slipstream.core.protocols import HasModel, Traits
-from slipstream.core.round import Context, Round
+from slipstream.core.protocols import Drafter, HasModel, Traits
+from slipstream.core.round import Context
 from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
 from slipstream.execution.draft_graphs import DraftsInGraphs
 
 
-class SameRowsDrafter:
+class SameRowsDrafter(Drafter):
     """Samples a chain of tokens from a Scorer that shares the target's rows, with each request's sampling settings.
 
     It works only in the decoder of that target.
@@ -43,14 +43,11 @@ class SameRowsDrafter:
         before = self.scorer.lengths[: len(context.rows)]  # further rows may belong to prompts in prefill
         if before != [len(row.tokens) - 1 for row in context.rows]:
             raise ValueError(f"{self.scorer.name} drafts only for the target it was made of: make one for this target.")
-        draft = self._at_once(context, gammas) or self._token_by_token(context, gammas)
-        self.scorer.rollback(before)
-        return draft
-
-    def _at_once(self, context: Context, gammas: Sequence[int]) -> Draft | None:
         fed = [row.tokens[-1:] if gamma else [] for row, gamma in zip(context.rows, gammas, strict=True)]
         chains = chains_by_graphs(self._graphs, context, fed, gammas, self.scorer.vocab)
-        return chains and Draft(*chains, tuple(gammas))
+        draft = Draft(*chains, tuple(gammas)) if chains else self._token_by_token(context, gammas)
+        self.scorer.rollback(before)
+        return draft
 
     def _token_by_token(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft without graphs: one pass of the draft per token."""
@@ -62,6 +59,3 @@ class SameRowsDrafter:
             return law_of(context, logits, tokens, self.scorer.name)
 
         return sample_chain(context, law_after, gammas, self.scorer.device)
-
-    def observe(self, round: Round) -> None:
-        """Do nothing: the decoding loop rolls back the target's cache, and there is no other."""

@@ -37,6 +37,15 @@ def sample_chain(context: Context, law_after: LawAfter, gammas: Sequence[int], d
     return Draft(tokens, Law.join(laws, 1), tuple(gammas))
 
 
+def sample_block(context: Context, logits: Tensor, gammas: Sequence[int], name: str) -> Draft:
+    """Sample a chain from logits (rows, n, vocab) that do not depend on its earlier tokens, as samplers may."""
+
+    def law_after(tokens: Tensor) -> Law:
+        return law_of(context, logits[:, tokens.shape[1]].unsqueeze(1), tokens, name)
+
+    return sample_chain(context, law_after, gammas, logits.device)
+
+
 def law_of(context: Context, logits: Tensor, tokens: Tensor, name: str) -> Law:
     """Return the law of the token after `tokens` (rows, i), from logits (rows, 1, vocab) of the model `name`."""
     return context.law(logits, Prefixes.chain(tokens, 1), name)

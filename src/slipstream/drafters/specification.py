@@ -75,7 +75,6 @@ def parse(text: str) -> Syntax:
 
 
 def _part(text: str) -> DrafterTerm:
-    """Parse one drafter of a specification, such as "lookup?max_matching_ngram_size=3". Raises ValueError."""
     name, mark, tail = text.partition("?")
     prefix, colon, value = name.partition(":")
     kind, value = (prefix, value) if prefix in KINDS else ("model", name)
@@ -87,7 +86,8 @@ def _part(text: str) -> DrafterTerm:
     for key, equals, _ in pairs:
         if not (key and equals):
             raise ValueError(f"draft {text!r} has an option without a value: write {name}?name=value&name=value.")
-    return DrafterTerm(kind, value, tuple((ALIASES.get(key, key), setting) for key, _, setting in pairs))
+    options = [(key.replace("-", "_"), setting) for key, _, setting in pairs]
+    return DrafterTerm(kind, value, tuple((ALIASES.get(key, key), setting) for key, setting in options))
 
 
 def drafter(source: Any, context: BuildContext) -> Drafter:
@@ -131,7 +131,6 @@ def paths_shape(paths: int, depth: int, tree: Sequence[int] | None = None) -> tu
 
 
 def _build(syntax: Syntax, context: BuildContext) -> Drafter:
-    """Build the drafter of a parsed specification."""
     if isinstance(syntax, OneOf):
         among = [_build(one, context) for one in syntax.among]
         return Bandit(among) if syntax.measured else Choice(among)

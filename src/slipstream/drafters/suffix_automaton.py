@@ -23,7 +23,6 @@ class SuffixAutomaton:
         self._clear()
 
     def _clear(self) -> None:
-        """Begin again with the empty text."""
         self.text: list[int] = []
         self.length = 0
         self.followers: list[dict[int, int]] = [{}]  # state 0 is the empty text
@@ -89,7 +88,6 @@ class SuffixAutomaton:
         return clone
 
     def _add(self, longest: int, link: int, following: dict[int, int], recent: int) -> int:
-        """Add a state -> its number."""
         self._longest.append(longest)
         self.links.append(link)
         self.followers.append(following)

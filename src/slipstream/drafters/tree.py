@@ -16,7 +16,7 @@ from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer, Traits
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context, Round
-from slipstream.drafters.following import Follower, windowed_lengths
+from slipstream.drafters.following import Follower
 
 MOST_NODES, MOST_LEVELS = 1024, 64
 """The limits of a tree's size: the target scores all its nodes in one pass, and verification goes level by level."""
@@ -65,13 +65,10 @@ class TreeDrafter:
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Grow the tree as deep as the longest of `gammas`; row r has the levels up to `gammas[r]`."""
+        gammas = self._follower.begin(context, gammas)
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
-        self._follower.follow(context.rows, context.watch)
-        gammas = self._follower.read_late(gammas, context.prefill_chunk)
-        depth = min(max(gammas, default=0), len(self.shape))
-        if not depth:
-            return Draft.empty(len(context.rows), self.scorer.device)
+        depth = min(max(gammas), len(self.shape))
         parents, ends = tree_parents(self.shape[:depth])
         logits = self._follower.catch_up(len(parents))
         tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=self.scorer.device)
@@ -85,11 +82,10 @@ class TreeDrafter:
                     drawn.clamp(min=0), [(end - start) * bool(gamma) for gamma in gammas], tree=tree
                 )
         lengths = tuple(ends[min(gamma, depth)] for gamma in gammas)
-        windowed = windowed_lengths(self._follower, lengths)
+        windowed = self._follower.windowed(lengths)
         return Draft(tokens, Law.join(laws, 1), lengths, windowed, parents, self.replacement)
 
     def observe(self, round: Round) -> None:
-        """Keep the accepted path in the cache, and drop the rest of the tree."""
         self._follower.rollback(round)
 
     def _level(
@@ -130,7 +126,6 @@ class TreeDrafter:
         return torch.cat(drawn, 1), Law.join([one] * width, 1)
 
     def _siblings_by_kind(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
-        """Draw siblings for greedy and sampled rows separately, and join them."""
         assert law.points is not None
         kinds = [[row for row, point in enumerate(law.points) if point is kind] for kind in (True, False)]
         parts = [

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slipstream.core.values import check_least
 from slipstream.execution.masks import PassMasks
 from slipstream.files import atomic_write
 from slipstream.kernels.packing import plain_weight
@@ -25,6 +26,7 @@ from slipstream.models.heads.eagle3 import Eagle3, Eagle3Settings
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import Head
 from slipstream.text.jsontext import json_text
+from slipstream.training.lessons import TextWindows
 from slipstream.training.objectives import objective_of
 from slipstream.training.optimizers import muon_and_adam, trapezoid
 from slipstream.training.trainer import Checkpoint, Steps, Trainer, Watch
@@ -34,9 +36,6 @@ KEPT = (
     *("rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act"),
 )
 """The settings that the layer of a new draft takes from a Llama-like target."""
-
-HELD_OUT = 0.02
-"""The share of the text, at its end, that is only used for measuring."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,7 @@ class AheadSettings:
 
     def __post_init__(self) -> None:
         objective_of(self.objective)
-        for name in ("steps", "rows", "unroll"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
+        check_least(self, steps=1, rows=1, unroll=1)
         if self.length < self.unroll + 3:
             raise ValueError(f"length={self.length} is too short to draft {self.unroll} tokens: give more.")
 
@@ -143,14 +140,10 @@ class AheadTrainer:
         `layers` have the weights of the head that are trained; `tokens` is the whole text. Raises ValueError if the
         text is shorter than four windows, or if the checkpoint belongs to another training.
         """
-        text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
-        cut = len(text) - max(settings.length, int(HELD_OUT * len(text)))
-        if cut < 2 * settings.length:
-            raise ValueError(f"{len(text)} tokens of text are too few: give at least {4 * settings.length}.")
-        self.text, self.held_out = text[:cut], text[cut:]
+        self.windows = TextWindows(tokens, settings.length)
         self.head, self.layers, self.model, self.settings = head, layers, model.eval(), settings
         self._objective = objective_of(settings.objective)
-        checkpoint.settings.update({**asdict(settings), "text_tokens": cut})
+        checkpoint.settings.update({**asdict(settings), "text_tokens": len(self.windows.text)})
         self._trainer = Trainer(
             layers,
             muon_and_adam(layers, muon=10 * settings.rate, adam=settings.rate),
@@ -161,7 +154,6 @@ class AheadTrainer:
 
     @property
     def step(self) -> int:
-        """The number of steps that were taken."""
         return self._trainer.progress.steps
 
     def train(self, watch: Watch = lambda progress, loss: None) -> None:
@@ -178,16 +170,12 @@ class AheadTrainer:
 
         Drafts follow tokens of the text.
         """
-        starts = np.linspace(0, len(self.held_out) - self.settings.length, windows).astype(int).tolist()
-        tokens = torch.stack([self.held_out[start : start + self.settings.length] for start in starts])
-        return [float(torch.minimum(p.exp(), q.exp()).sum(-1).mean()) for p, q in self._laws(tokens)]
+        laws = self._laws(self.windows.to_measure(windows))
+        return [float(torch.minimum(p.exp(), q.exp()).sum(-1).mean()) for p, q in laws]
 
     def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        """Return the loss on random windows, which depend on seed and step alone, so that resuming changes nothing."""
         settings, share = self.settings, torch.tensor(used)
-        rng = np.random.default_rng([settings.seed, step])
-        starts = torch.from_numpy(rng.integers(0, len(self.text) - settings.length + 1, settings.rows))
-        laws = self._laws(self.text[starts[:, None] + torch.arange(settings.length)])
+        laws = self._laws(self.windows.random(settings.rows, settings.seed, step))
         losses = [self._objective(log_p, log_q, share.to(log_p.device)).mean() for log_p, log_q in laws]
         return torch.stack(losses).mean(), settings.rows * settings.length
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from slipstream.core.stats import Stats
+from slipstream.core.values import check_least
 from slipstream.decoding.controllers import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
@@ -86,12 +87,10 @@ class Measurement:
 
     @property
     def gain(self) -> float:
-        """The mean of the speed-ups."""
         return sum(self.gains) / len(self.gains)
 
     @staticmethod
     def read(record: dict[str, Any]) -> Measurement:
-        """Make a measurement of its JSON object."""
         tuples = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
         return Measurement(record["steps"], **{**tuples, "kept": tuple(map(tuple, record["kept"]))})
 
@@ -118,14 +117,12 @@ class WhilePaying:
     found: Sequence[Measurement]
 
     def used(self, progress: Progress) -> float:
-        """Return the share of the steps that has been taken, of fewer steps after a cut."""
         total, stopped = float(self.steps.total), stopped_growing(self.found, self.patience)
         if stopped is not None:
             total = min(total, stopped / (1 - DECAY))
         return progress.steps / total
 
     def saves(self, progress: Progress) -> int:
-        """Return how many times `save_every` steps have been taken."""
         return self.steps.saves(progress)
 
 
@@ -157,9 +154,7 @@ class DistillSettings:
     def __post_init__(self) -> None:
         if self.objective != SEQUENCE:
             objective_of(self.objective)
-        for name, least in {"steps": 1, "rows": 1, "length": 8, "measure_every": 1, "patience": 1, "gamma": 1}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be {least} or more.")
+        check_least(self, steps=1, rows=1, length=8, measure_every=1, patience=1, gamma=1)
         if not 0 < self.rate < 1:
             raise ValueError(f"rate={self.rate} is not possible: it must be between 0 and 1.")
         if not 0 <= self.written <= 1:
@@ -206,7 +201,6 @@ class Distiller:
 
     @property
     def progress(self) -> Progress:
-        """The progress of the training."""
         return self._trainer.progress
 
     def train(

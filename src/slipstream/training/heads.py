@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.core.values import check_least
 from slipstream.drafters.heads import FILE, ParallelHeads, Sizes
 from slipstream.drafters.heads import KIND as HEADS
 from slipstream.kernels.packing import plain_weight
 from slipstream.models.families import longest_text
 from slipstream.models.heads.hidden_states import LAST, HiddenStates
 from slipstream.models.memory import Memory
+from slipstream.training.lessons import TextWindows
 from slipstream.training.optimizers import trapezoid
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch
 
@@ -30,9 +32,6 @@ STATE = "training.safetensors"
 
 FILES = {FILE: HEADS, STATE: KIND}
 """The files that a training writes to its folder, with their kinds."""
-
-HELD_OUT = 0.02
-"""The share of the text, at its end, that is only used for measuring."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,7 @@ class TrainingSettings:
     save_every: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("heads", "steps", "rows", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
+        check_least(self, heads=1, steps=1, rows=1, save_every=1)
         if self.length < self.heads + 2:
             raise ValueError(
                 f"length={self.length} is too short for {self.heads} heads: give {self.heads + 2} or more."
@@ -93,11 +90,7 @@ class HeadTrainer:
         """
         settings.check_target(model, name)
         self.model, self.folder, self.settings = model.eval(), Path(folder), settings
-        text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
-        cut = len(text) - max(settings.length, int(HELD_OUT * len(text)))
-        if cut < 2 * settings.length:
-            raise ValueError(f"{len(text)} tokens of text are too few: give at least {4 * settings.length}.")
-        self.text, self.held_out = text[:cut], text[cut:]
+        self.windows = TextWindows(tokens, settings.length)
         torch.manual_seed(settings.seed)
         width = plain_weight(model.get_output_embeddings()).shape[-1]
         inner = settings.inner or getattr(model.config.get_text_config(), "intermediate_size", None) or 4 * width
@@ -105,7 +98,7 @@ class HeadTrainer:
         self._states = HiddenStates(model, name, [LAST], Memory())
         rate = settings.rate
         optimizer = torch.optim.AdamW(self.heads.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
-        known = {**asdict(settings), "text_tokens": len(self.text)}
+        known = {**asdict(settings), "text_tokens": len(self.windows.text)}
         del known["save_every"]  # a training may be resumed with another value
         self._trainer = Trainer(
             self.heads,
@@ -117,7 +110,6 @@ class HeadTrainer:
 
     @property
     def step(self) -> int:
-        """The number of steps that were taken."""
         return self._trainer.progress.steps
 
     def train(self, watch: Watch = lambda progress, loss: None) -> ParallelHeads:
@@ -141,23 +133,24 @@ class HeadTrainer:
         `alpha` is the mean of sum_x min(p(x), q(x)) against the target's law. Raises FloatingPointError if it is not
         finite.
         """
-        starts = np.linspace(0, len(self.held_out) - self.settings.length, windows).astype(int).tolist()
         kept = torch.zeros(self.settings.heads, dtype=torch.float64)
-        for start in starts:
+        for window in self.windows.to_measure(windows):
             with torch.inference_mode():
-                p, log_q = self._laws(self.held_out[None, start : start + self.settings.length])
+                p, log_q = self._laws(window[None])
                 kept += torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1)).double().cpu()
                 if not kept.isfinite().all():
                     raise self._diverged()
-        alpha = (kept / len(starts)).tolist()
-        return {"alpha": alpha, "steps": self.step, "lesson": asdict(self.settings), "text_tokens": len(self.text)}
+        alpha = (kept / windows).tolist()
+        return {
+            "alpha": alpha,
+            "steps": self.step,
+            "lesson": asdict(self.settings),
+            "text_tokens": len(self.windows.text),
+        }
 
     def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        """Return the loss on random windows, which depend on seed and step alone, so that resuming changes nothing."""
         settings = self.settings
-        rng = np.random.default_rng([settings.seed, step])
-        starts = torch.from_numpy(rng.integers(0, len(self.text) - settings.length + 1, settings.rows))
-        p, log_q = self._laws(self.text[starts[:, None] + torch.arange(settings.length)])
+        p, log_q = self._laws(self.windows.random(settings.rows, settings.seed, step))
         return -(p * log_q).sum(-1).mean(), settings.rows * settings.length
 
     def _laws(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

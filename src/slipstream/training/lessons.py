@@ -19,6 +19,35 @@ Ask = Callable[[Tensor], Tensor]
 """A function from tokens (rows, n) to the target's logits (rows, n, vocab)."""
 
 
+HELD_OUT = 0.02
+"""The share of a text, at its end, that is only used for measuring."""
+
+
+class TextWindows:
+    """A text in windows of `length` tokens, of which those of the last share HELD_OUT are only used for measuring.
+
+    Raises ValueError if it is shorter than four windows.
+    """
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
+        cut = len(text) - max(length, int(HELD_OUT * len(text)))
+        if cut < 2 * length:
+            raise ValueError(f"{len(text)} tokens of text are too few: give at least {4 * length}.")
+        self.text, self.held_out, self.length = text[:cut], text[cut:], length
+
+    def random(self, rows: int, seed: int, step: int) -> Tensor:
+        """Return windows (rows, length), which depend on seed and step alone, so that resuming changes nothing."""
+        rng = np.random.default_rng([seed, step])
+        starts = torch.from_numpy(rng.integers(0, len(self.text) - self.length + 1, rows))
+        return self.text[starts[:, None] + torch.arange(self.length)]
+
+    def to_measure(self, count: int) -> Tensor:
+        """Return windows (count, length) of the held-out end, at even distances."""
+        starts = np.linspace(0, len(self.held_out) - self.length, count).astype(int)
+        return self.held_out[torch.from_numpy(starts)[:, None] + torch.arange(self.length)]
+
+
 class LessonBatch(NamedTuple):
     """A batch of rows with the target's laws.
 
@@ -52,7 +81,6 @@ class Lessons:
         self._ids = torch.empty(shape, dtype=torch.int16 if vocab <= 2**15 else torch.int32)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.rows)
 
     @property
@@ -64,7 +92,7 @@ class Lessons:
         """Return the rows at some places, with the target's laws."""
         chosen = torch.as_tensor(np.asarray(places, dtype=np.int64))
         tokens = self.rows[chosen].to(device)
-        real = torch.arange(tokens.shape[1] - 1)[None] < self._counts[chosen, None] - 1
+        real = self.real(chosen)
         if self._ask is None:
             ids = tokens[:, 1:, None]
             return LessonBatch(tokens, real.to(device), ids, torch.zeros(ids.shape, device=device))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.core.protocols import HasModel, LiesOnRanks
 from slipstream.engine.engine import Engine
-from slipstream.training.lessons import Lessons, Tokens, windows
+from slipstream.training.lessons import HELD_OUT, Lessons, Tokens, windows
 from slipstream.training.writing import WrittenTexts, openings
 
 SEQUENCE = "sequence"
@@ -20,9 +20,6 @@ SEQUENCE = "sequence"
 
 WRITTEN = "written.safetensors"
 """The file with the texts that the target wrote, in the folder of a training."""
-
-HELD_OUT = 0.02
-"""The share of the text, at its end, that is not used for training."""
 
 PROMPTS, PROMPT_TOKENS = 16, 48
 """The number of prompts that a draft is measured on, and their length in tokens."""
@@ -60,7 +57,6 @@ class Divided:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens to learn from."""
         return sum(map(len, self.documents))
 
 

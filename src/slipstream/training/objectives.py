@@ -52,7 +52,6 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 
 def objective_of(name: str) -> Objective:
-    """Return the objective of this name. Raises ValueError for an unknown one."""
     if name not in OBJECTIVES:
         raise ValueError(f"objective {name!r} is not known: use {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]

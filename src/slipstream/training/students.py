@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from slipstream.core.values import check_least
 from slipstream.models.families import first_sentence
 
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "d_ff")
@@ -32,9 +33,7 @@ class Size:
     heads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: it must be 1 or more.")
+        check_least(self, layers=1, width=1)
 
     def __str__(self) -> str:
         return f"{self.layers} layer{'s' * (self.layers > 1)} of width {self.width}"

@@ -52,11 +52,9 @@ class Steps:
     save_every: int
 
     def used(self, progress: Progress) -> float:
-        """Return the share of the steps that has been taken."""
         return progress.steps / self.total
 
     def saves(self, progress: Progress) -> int:
-        """Return how many times `save_every` steps have been taken."""
         return progress.steps // self.save_every
 
 
@@ -68,11 +66,9 @@ class Seconds:
     save_every: float = 120.0
 
     def used(self, progress: Progress) -> float:
-        """Return the share of the seconds that has passed."""
         return progress.seconds / self.total if self.total else 1.0
 
     def saves(self, progress: Progress) -> int:
-        """Return how many times `save_every` seconds have passed."""
         return int(progress.seconds / self.save_every)
 
 
@@ -173,7 +169,6 @@ class Trainer:
         return self.progress
 
     def save(self) -> None:
-        """Write weights, optimizers and progress to the checkpoint."""
         tensors = {f"model.{name}": weight for name, weight in self._trained()}
         for number, optimizer in enumerate(self.optimizers):
             for place, state in optimizer.state_dict()["state"].items():
@@ -181,7 +176,6 @@ class Trainer:
         self.checkpoint.save(tensors, self.progress)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights that are trained, with their names."""
         return [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def _step(self, loss_of: Loss, used: float) -> float:
@@ -210,7 +204,6 @@ class Trainer:
         return value
 
     def _resume(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
-        """Restore weights, optimizers and progress from the tensors of a checkpoint."""
         with torch.no_grad():
             for name, weight in self._trained():
                 weight.copy_(tensors[f"model.{name}"])

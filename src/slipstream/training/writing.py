@@ -82,7 +82,6 @@ class WrittenTexts:
             self._save()
 
     def _save(self) -> None:
-        """Write all texts to the file, one after another, with their lengths."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         flat = torch.tensor([token for text in self.texts for token in text], dtype=torch.int32)
         lengths = torch.tensor(list(map(len, self.texts)), dtype=torch.int32)

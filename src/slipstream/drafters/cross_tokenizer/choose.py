@@ -12,7 +12,7 @@ from slipstream.core.draft import Draft, padded
 from slipstream.core.draws import Key, Purpose, draw
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
-from slipstream.core.round import Context, Round
+from slipstream.core.round import Context
 from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[[RetokenizingReader], Drafter]] = {
 
 
 @dataclass(frozen=True)
-class BySampling:
+class BySampling(Drafter):
     """Drafts by one method in greedy rounds and by another in sampled ones, with the same cache."""
 
     greedy: Drafter
@@ -40,16 +40,11 @@ class BySampling:
 
     @property
     def scorer(self) -> Any:
-        """The Scorer of the model that drafts."""
         return getattr(self.sampling, "scorer", None)
 
     def propose(self, context: Context, gammas: Any) -> Draft:
-        """Draft with the method for the first row's sampler, greedy or not."""
         greedy = bool(context.rows) and context.rows[0].request.sampler.greedy
         return (self.greedy if greedy else self.sampling).propose(context, gammas)
-
-    def observe(self, round: Round) -> None:
-        """Do nothing: the reader compares its cache with the text when the next round begins."""
 
 
 def foreign(
@@ -63,13 +58,8 @@ def foreign(
     """
     if method is not None and method not in METHODS:
         raise ValueError(f"vocabulary={method!r} is not possible: choose {' or '.join(METHODS)}.")
-    target_vocabulary, draft_vocabulary = map(Vocabulary.of, tokenizers)
-    reader = RetokenizingReader(
-        draft,
-        target_vocabulary,
-        draft_vocabulary,
-        CommonTokens.of(target_vocabulary, draft_vocabulary, (target.vocab, draft.vocab)),
-    )
+    theirs, ours = map(Vocabulary.of, tokenizers)
+    reader = RetokenizingReader(draft, theirs, ours, CommonTokens.of(theirs, ours, (target.vocab, draft.vocab)))
     part = share(reader)
     facts = (
         f"{draft.name} has another tokenizer than {target.name}; they have {len(reader.common.wanted)} tokens in "
@@ -87,7 +77,9 @@ def foreign(
 @torch.inference_mode()
 def share(reader: RetokenizingReader) -> float:
     """Return the share (0 to 1) of the target's tokens that the draft has too, in texts that the draft writes."""
-    scorer, begin = reader.scorer, reader.draft.prefix or (_first(reader.draft),)
+    end = reader.draft.role("eos")
+    first = min(reader.draft.ids.values()) if end is None else end  # where the tokenizer puts nothing before a text
+    scorer, begin = reader.scorer, reader.draft.prefix or (first,)
     scorer.add(ROWS)
     written = torch.empty(ROWS, 0, dtype=torch.long)
     fed = padded([begin] * ROWS, scorer.device)
@@ -101,9 +93,3 @@ def share(reader: RetokenizingReader) -> float:
     tokens = [token for text in texts for token in reader.target.encode(text)]
     known = [token for token in tokens if token < len(reader.common.to_draft)]
     return sum(int(reader.common.to_draft[token]) != ABSENT for token in known) / max(1, len(tokens))
-
-
-def _first(draft: Vocabulary) -> int:
-    """Return the token to begin a text of the draft with, if its tokenizer puts none before it."""
-    end = draft.role("eos")
-    return end if end is not None else min(draft.ids.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from slipstream.core.draft import padded
+from slipstream.core.draft import common_length, padded
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
@@ -44,7 +44,6 @@ class Encoding:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of the text."""
         return self._closed + self._opened
 
     def write(self, text: str) -> None:
@@ -110,7 +109,6 @@ class RetokenizedRow:
 
     @property
     def text(self) -> str:
-        """The text after the last special token."""
         return self._encoding.text
 
     @property
@@ -124,7 +122,6 @@ class RetokenizedRow:
         return ABSENT not in self._held
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Read the tokens that were added to a row."""
         text = ""
         for token in tokens[self.read :]:
             piece = self._target.piece(token)
@@ -152,7 +149,6 @@ class RetokenizedRow:
         return text
 
     def _pass(self, token: int) -> None:
-        """End the text before a special token, and begin a new one after it."""
         if self._target.prefix[self.read : self.read + 1] == (token,) and not self._begun:
             return  # each tokenizer puts its own tokens before a text
         counterpart = self._common.special.get(token)
@@ -224,7 +220,6 @@ class RetokenizingReader:
         return self.scorer.extend(tokens, counts)
 
     def windowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return how many of the drafted tokens come from a shortened text, per row."""
         return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
 
     def _align(self, room: int) -> list[list[int]]:
@@ -234,7 +229,7 @@ class RetokenizingReader:
             ids = reading.ids
             self._slide(place, len(ids), room)
             ids = ids[self.starts[place] :]
-            have = min(_shared(self._fed[place], ids), max(0, len(ids) - 1))
+            have = min(common_length(self._fed[place], ids), max(0, len(ids) - 1))
             del self._fed[place][have:]
             missing.append(ids[have:])
         self.scorer.rollback([len(fed) for fed in self._fed])
@@ -250,11 +245,3 @@ class RetokenizingReader:
     def _note(self, tokens: Sequence[Sequence[int]]) -> None:
         for fed, new in zip(self._fed, tokens, strict=True):
             fed += new
-
-
-def _shared(left: list[int], right: list[int]) -> int:
-    """Return the length of the longest common prefix of two lists."""
-    least = min(len(left), len(right))
-    if left[:least] == right[:least]:
-        return least
-    return next(i for i in range(least) if left[i] != right[i])

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.round import Context, Round
+from slipstream.core.protocols import Drafter
+from slipstream.core.round import Context
 from slipstream.drafters.copying import sure
 from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 
@@ -16,7 +17,7 @@ TAIL = 48
 """The number of characters before the drafted text that are encoded together with it."""
 
 
-class StringMatch:
+class StringMatch(Drafter):
     """Lets the draft model write its likeliest tokens, and drafts the same text in the target's tokens.
 
     If the text's last token and the first drafted one would be one token of the target, the drafted text is encoded on
@@ -32,7 +33,6 @@ class StringMatch:
         self._silent = torch.tensor(sorted(silent - set(self._ends)), dtype=torch.long)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft at most `gammas[r]` tokens per row, as many as the draft's text has."""
         reader, rows = self.reader, context.rows
         reader.follow(rows, context.watch)
         wanted = [gamma if view.whole and view.ids else 0 for gamma, view in zip(gammas, reader.readings, strict=True)]
@@ -49,9 +49,6 @@ class StringMatch:
         ]
         return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
 
-    def observe(self, round: Round) -> None:
-        """Do nothing: the reader compares its cache with the text when the next round begins."""
-
     def _write(self, steps: Sequence[int]) -> list[list[int]]:
         """Decode up to `steps[r]` tokens per row with the draft model -> these tokens, in its own vocabulary."""
         most = max(steps) if self.scorer.context is None else min(max(steps), self.scorer.context - 1)
@@ -65,10 +62,12 @@ class StringMatch:
         return [row[:wanted] for row, wanted in zip(tokens.tolist(), steps, strict=True)]
 
     def _encode(self, text: str, written: Sequence[int]) -> list[int]:
-        """Convert the tokens that the draft wrote after a text to the target's tokens."""
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))
         raw = self._draft.write(written[:end])
-        new = _whole_characters(raw)
+        try:
+            new = raw.decode()
+        except UnicodeDecodeError as error:
+            new = raw[: error.start].decode()  # whole characters
         tail = text[-TAIL:]
         anchors = dict.fromkeys([tail[max(0, tail.find(" ")) :], "\n", ""])
         tokens = next(filter(None, (self._behind(anchor, new) for anchor in anchors)), []) if new else []
@@ -89,11 +88,3 @@ class StringMatch:
             tokens.append(token)
             left = left[len(piece) :]
         return tokens
-
-
-def _whole_characters(raw: bytes) -> str:
-    """Decode bytes up to the first that are not part of a complete character."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        return raw[: error.start].decode()

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
 from slipstream.core.request import Prefixes
-from slipstream.core.round import Context, Round
+from slipstream.core.round import Context
 from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.sampled import sample_chain
 
 
-class TokenIntersection:
+class TokenIntersection(Drafter):
     """Samples a chain of common tokens, with the request's own sampling settings.
 
     The draft reads the text in its own tokens; a drafted token continues both texts. Nothing is drafted for a row whose
@@ -36,7 +37,6 @@ class TokenIntersection:
         self.reader, self.scorer, self.common = reader, reader.scorer, reader.common
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Sample up to `gammas[r]` tokens per row, each from the renormalised law given all before it."""
         reader = self.reader
         reader.follow(context.rows, context.watch)
         left = [gamma if view.ready and view.ids else 0 for gamma, view in zip(gammas, reader.readings, strict=True)]
@@ -60,9 +60,6 @@ class TokenIntersection:
         if draft.law is None:
             return draft
         return replace(draft, lengths=tuple(left), windowed=reader.windowed(left))
-
-    def observe(self, round: Round) -> None:
-        """Do nothing: the reader compares its cache with the text when the next round begins."""
 
     def _law(self, context: Context, logits: Tensor, tokens: Tensor, left: list[int]) -> tuple[Law, list[int]]:
         """Return q of the next position, and the numbers of tokens to draft, cut for rows without a possible token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Vocabulary:
 
     def write(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes that tokens write, up to the first that writes nothing."""
-        return b"".join(_until_none(self.piece(token) for token in tokens))
+        return b"".join(takewhile(lambda piece: piece is not None, map(self.piece, tokens)))  # type: ignore[arg-type]
 
     def piece(self, token: int) -> bytes | None:
         """Return the bytes that a token writes; None for special tokens and ids without a token."""
@@ -139,14 +140,6 @@ def _prefix(tokenizer: Any) -> tuple[int, ...]:
 def _strips(tokenizer: Any, ids: Mapping[bytes, int]) -> bool:
     spaced = next((number for piece, number in ids.items() if piece.startswith(b" ") and piece.strip()), None)
     return spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
-
-
-def _until_none(pieces: Iterator[bytes | None]) -> Iterator[bytes]:
-    """Yield the pieces before the first None."""
-    for piece in pieces:
-        if piece is None:
-            return
-        yield piece
 
 
 # ---- vocabularies and names -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.files import TensorFileKind, load_tensors, save_tensors
+from slipstream.files import TensorFileKind, save_tensors
 
 KIND = TensorFileKind("corpus", "slipstream.corpus", "2", "build it again")
 
@@ -82,7 +82,13 @@ class Corpus:
         """
         if vocab < 1:
             raise ValueError(f"vocab={vocab} is not possible: it must be 1 or more.")
-        parts = list(_ended(documents, vocab, marks))
+        parts = list[Array]()
+        for ids in map(as_ids, documents):
+            if not ids.size:
+                continue
+            if ids.min() < 0 or ids.max() > vocab + marks or (ids == vocab).any():
+                raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab}.")
+            parts.append(np.append(ids, vocab).astype(np.int32))
         if not parts:
             raise ValueError("there are no tokens to index: give at least one document that is not empty.")
         tokens = np.concatenate(parts)
@@ -110,7 +116,6 @@ class Corpus:
         return self._vote(length, self._tokens[places.clip(max=len(self) - 1)].tolist())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, atomically."""
         arrays = {"text": torch.from_numpy(self.text), "suffixes": torch.from_numpy(self.suffixes)}
         about = {"vocab": str(self.vocab), "tokenizer": self.tokenizer, "documents": str(self.documents)}
         save_tensors(path, KIND, arrays, about)
@@ -120,8 +125,12 @@ class Corpus:
         """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or not a corpus."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream draft build`.")
-        tensors, about = load_tensors(path, KIND)
-        return _assemble({name: tensor.numpy() for name, tensor in tensors.items()}, about, path)
+        with KIND.contents(path) as (tensors, about):
+            text, suffixes = tensors["text"].numpy(), tensors["suffixes"].numpy()
+            shaped = text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1] and len(text)
+            if not shaped or text.dtype != np.uint8 or suffixes.dtype.kind not in "iu":
+                raise ValueError("its arrays do not fit together")
+            return Corpus(text, suffixes, int(about["vocab"]), about["tokenizer"], int(about["documents"]))
 
     def _longest(self, context: Sequence[int]) -> tuple[int, int, int]:
         """Find the longest suffix that occurs -> its length in tokens, and its range in the array, from and up to."""
@@ -141,7 +150,6 @@ class Corpus:
         return low, first, bisect_right(self._order, tail[-size:], first, key=self._reader(size))
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """Return a function from a token's place to the first `size` bytes of the suffix there."""
         text, width = self._bytes, self._width
         return lambda start: text[start * width : start * width + size].tobytes()
 
@@ -156,18 +164,6 @@ class Corpus:
             tokens.append(token)
             chances.append(votes / total)
         return Match(length, tuple(tokens), tuple(chances))
-
-
-def _ended(documents: Iterable[Any], vocab: int, marks: int) -> Iterator[Array]:
-    """Yield the documents that are not empty, each with the id that ends it."""
-    for document in documents:
-        ids = as_ids(document)
-        if not ids.size:
-            continue
-        least, most = int(ids.min()), int(ids.max())
-        if least < 0 or most > vocab + marks or bool((ids == vocab).any()):
-            raise ValueError(f"token ids {least}..{most} do not fit a vocabulary of {vocab}.")
-        yield np.append(ids, vocab).astype(np.int32)
 
 
 def as_ids(document: Any) -> Array:
@@ -213,19 +209,3 @@ def _rank(rank: Array, starts: Array, keys: Array, places: Array) -> Array:
     new = np.append(True, keys[1:] != keys[:-1])
     rank[starts] = np.maximum.accumulate(np.where(new, places, 0))
     return places[~(new & np.append(new[1:], True))]
-
-
-def _assemble(arrays: dict[str, Array], about: dict[str, str], path: str | os.PathLike[str]) -> Corpus:
-    """Make the corpus of a file's arrays. Raises ValueError if they do not fit the file's header."""
-    try:
-        text, suffixes = arrays["text"], arrays["suffixes"]
-        vocab, documents = int(about["vocab"]), int(about["documents"])
-        tokenizer = about["tokenizer"]
-    except KeyError as error:
-        raise KIND.damaged(path, f"it lacks {error}") from error
-    except ValueError as error:
-        raise KIND.damaged(path, "its sizes are no numbers") from error
-    shapes = text.ndim == 2 and text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1]
-    if not (shapes and text.dtype == np.uint8 and suffixes.dtype.kind in "iu" and len(text)):
-        raise KIND.damaged(path, "its arrays do not fit together")
-    return Corpus(text, suffixes, vocab, tokenizer, documents)

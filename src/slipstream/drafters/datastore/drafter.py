@@ -9,7 +9,6 @@ or by the beginning of the response. The longest match of all sources is the dra
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
+from slipstream.core.values import check_least
 from slipstream.drafters.copying import CopyingDrafter, source_tokens
 from slipstream.drafters.datastore.corpus import Corpus, Match
 from slipstream.drafters.datastore.index import Embedder
@@ -48,10 +48,7 @@ class DatastoreSettings:
     own: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("factor", 0), ("offset", 0), ("chance", 0), ("nearest", 1), ("begin", 1)):
-            value = getattr(self, name)
-            if not least <= value < math.inf:
-                raise ValueError(f"{name}={value} is not possible: it must be {least} or more.")
+        check_least(self, factor=0, offset=0, chance=0, nearest=1, begin=1)
 
 
 @dataclass
@@ -111,7 +108,6 @@ class Datastore(CopyingDrafter[Trace]):
                 self._learn(row)
 
     def namespace(self, request: Request) -> str:
-        """Return the namespace whose memory a request uses."""
         return self._namespace if isinstance(self._namespace, str) else self._namespace(request)
 
     def _learn(self, row: Row) -> None:
@@ -124,7 +120,6 @@ class Datastore(CopyingDrafter[Trace]):
             warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
     def begin(self, row: Row) -> Trace:
-        """Make the trace of a new row, with the responses to the nearest requests."""
         recalled = None
         if self.memory is not None:
             near = self.memory.nearest(self.namespace(row.request), self._request_tokens(row), self.settings.nearest)

@@ -26,7 +26,8 @@ class InputEmbeddings:
     The question of a request is at its end, after instructions that all requests share: a token counts less the
     further it is from the end, each distinct one once. Embeddings are taken relative to their mean over the
     vocabulary, and rare tokens count more: with the rank r in the vocabulary, ordered by frequency as merges
-    are, p is about 1 / r and the weight a / (a + p) (Arora et al. 2017, "smooth inverse frequency").
+    are, p is about 1 / (r ln vocab) (Zipf) and the weight a / (a + p), a = 0.001
+    (Arora et al. 2017, "smooth inverse frequency").
     """
 
     def __init__(self, weights: Tensor) -> None:
@@ -43,10 +44,10 @@ class InputEmbeddings:
         self._project = None if width <= DIMENSION else signs.astype(np.float32)
 
     def __call__(self, tokens: Sequence[int]) -> Array:
-        """Return the vector of a request (dimension,), of length one."""
         last = {token: place for place, token in enumerate(tokens[-WINDOW:])}
         ids, places = np.array(list(last)), np.array(list(last.values()))
-        weights = 0.5 ** ((len(tokens[-WINDOW:]) - 1 - places) / HALF_LIFE) * _rarity(ids, len(self._weights))
+        p = 1 / ((ids + 1) * np.log(len(self._weights) + 1))
+        weights = 0.5 ** ((len(tokens[-WINDOW:]) - 1 - places) / HALF_LIFE) * 1e-3 / (1e-3 + p)
         vector = weights.astype(np.float32) @ (self._rows(torch.from_numpy(ids)) - self._mean)
         return unit(vector if self._project is None else vector @ self._project)
 
@@ -74,7 +75,6 @@ class SentenceEmbedder:
         self.dimension = len(self([]))
 
     def __call__(self, tokens: Sequence[int]) -> Array:
-        """Return the vector of a request (dimension,), of length one."""
         text = self._decode(tokens[-WINDOW:])
         return unit(np.asarray(self._model.encode(text, show_progress_bar=False), np.float32))
 
@@ -82,8 +82,3 @@ class SentenceEmbedder:
 def unit(vector: Array) -> Array:
     """Scale a vector to length one; a zero vector stays."""
     return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
-
-
-def _rarity(ids: Array, vocab: int) -> Array:
-    """Return a / (a + p) with Zipf's p = 1 / (r ln(vocab)) for the token of rank r, and a = 0.001."""
-    return 1e-3 / (1e-3 + 1 / ((ids + 1) * np.log(vocab + 1)))

@@ -75,12 +75,10 @@ class ExactIndex:
         self._count = count
 
     def keep(self, names: Array) -> None:
-        """Drop all vectors except those of these numbers."""
         stay = np.flatnonzero(np.isin(self._names[: self._count], names))
         self._names, self._vectors, self._count = self._names[stay], self._vectors[stay], len(stay)
 
     def search(self, vector: Array, count: int) -> list[tuple[float, int]]:
-        """Return (cosine, number) of the nearest vectors, nearest first."""
         near = self._vectors[: self._count] @ vector
         best = np.argpartition(-near, count)[:count] if len(near) > count else np.arange(len(near))
         nearest = [(float(near[place]), int(self._names[place])) for place in best]
@@ -112,7 +110,6 @@ class FaissIndex:
         lists.nprobe, self._index, self._lists = self.PROBES, lists, True
 
     def keep(self, names: Array) -> None:
-        """Drop all vectors except those of these numbers."""
         faiss = self._faiss
         self._index.remove_ids(faiss.IDSelectorNot(faiss.IDSelectorBatch(names.astype(np.int64))))
 

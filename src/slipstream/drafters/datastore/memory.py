@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from weakref import finalize
 
 import numpy as np
 
+from slipstream.core.values import check_least
 from slipstream.drafters.datastore.index import Array, Embedder, Index, index
 
 VERSION = 1
@@ -44,10 +45,6 @@ CREATE TABLE IF NOT EXISTS totals (
     namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
     clock INTEGER NOT NULL DEFAULT 0, removals INTEGER NOT NULL DEFAULT 0);
 """
-FORGET = (
-    "DELETE FROM entries WHERE namespace = ?",
-    "UPDATE totals SET entries = 0, bytes = 0, removals = removals + 1 WHERE namespace = ?",
-)
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,7 @@ class NamespaceLimits:
     bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
-        for name, value in (("entries", self.entries), ("bytes", self.bytes)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is not possible: it must be 1 or more.")
+        check_least(self, entries=1, bytes=1)
 
 
 @dataclass(frozen=True)
@@ -139,16 +134,6 @@ class ResponseMemory:
                 self._touched.setdefault(namespace, set()).add(entry)
         return responses
 
-    def forget(self, namespace: str) -> None:
-        """Remove all entries of a namespace; their bytes on disk are overwritten."""
-        with self._writing() as run:
-            for statement in FORGET:
-                run(statement, namespace)
-
-    def totals(self) -> list[Totals]:
-        """Return the numbers of entries and bytes of every namespace."""
-        return [Totals(*row) for row in self._run("SELECT namespace, entries, bytes FROM totals ORDER BY namespace")]
-
     def close(self) -> None:
         """Record which entries were used, and close the file."""
         if self._touched and self._process == os.getpid():
@@ -180,7 +165,6 @@ class ResponseMemory:
         return connection
 
     def _run(self, sql: str, *values: Any) -> list[Any]:
-        """Run a statement and return its rows."""
         if self._process != os.getpid():  # a connection must not be carried over a fork
             self._process, self._connection = os.getpid(), self._open()
             self._loaded.clear()
@@ -191,7 +175,6 @@ class ResponseMemory:
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
-        """Open a transaction on the database: all changes inside take effect, or none."""
         self._run("BEGIN IMMEDIATE")
         try:
             yield self._run
@@ -256,18 +239,15 @@ class ResponseMemory:
 def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
     """Return the sizes of a file's namespaces, without an embedder. Raises ValueError if it is not a memory."""
     try:
-        connection = sqlite3.connect(path, timeout=BUSY_SECONDS)
-        try:
+        with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
             rows = connection.execute("SELECT namespace, entries, bytes FROM totals ORDER BY namespace").fetchall()
-        finally:
-            connection.close()
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} is damaged or no memory ({error}).") from error
     return [Totals(*row) for row in rows]
 
 
 def forget(path: str | os.PathLike[str], namespace: str) -> None:
-    """Remove a namespace from a file, as `ResponseMemory.forget` does.
+    """Remove a namespace from a file; its bytes on disk are overwritten.
 
     Raises FileNotFoundError, and ValueError if it has no such namespace.
     """
@@ -279,8 +259,9 @@ def forget(path: str | os.PathLike[str], namespace: str) -> None:
     try:
         _settle(connection)
         connection.execute("BEGIN IMMEDIATE")
-        for statement in FORGET:
-            connection.execute(statement, (namespace,))
+        connection.execute("DELETE FROM entries WHERE namespace = ?", (namespace,))
+        empty = "UPDATE totals SET entries = 0, bytes = 0, removals = removals + 1 WHERE namespace = ?"
+        connection.execute(empty, (namespace,))
         connection.execute("COMMIT")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.Error as error:
@@ -314,7 +295,6 @@ def _settle(connection: sqlite3.Connection) -> None:
 
 
 def _create(connection: sqlite3.Connection, about: dict[str, str]) -> None:
-    """Create the tables of a new file, in one transaction."""
     if connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'about'").fetchone()[0]:
         return
     connection.execute("BEGIN IMMEDIATE")

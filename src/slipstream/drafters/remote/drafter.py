@@ -33,14 +33,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from weakref import ref
 
 import torch
 
-from slipstream.core.draft import Draft, padded
+from slipstream.core.draft import Draft, common_length, padded
 from slipstream.core.draws import Key, Purpose
 from slipstream.core.law import Law
-from slipstream.core.protocols import Traits
+from slipstream.core.protocols import Drafter, Traits
 from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ended
@@ -66,7 +65,6 @@ Numbers = tuple[tuple[float, ...], tuple[float, ...]]
 class Held:
     """A row's state at the server: its number, its mode, and the text sent on connection `connection` (0: none)."""
 
-    row: ref[Row]
     number: int
     mode: DraftMode
     text: list[int]
@@ -82,7 +80,7 @@ class Use:
     ahead: bool = True
 
 
-class RemoteDrafter:
+class RemoteDrafter(Drafter):
     """Gets up to gamma tokens per row from a draft server; rows without an answer are decoded plainly in that round.
 
     Rounds without a draft are counted by reason in the rows' statistics (`Stats.undrafted`). Rows whose source is audio
@@ -93,9 +91,9 @@ class RemoteDrafter:
         """Make the drafter of a server; answers with ids outside the target's `vocab` are refused."""
         self.link, self.vocab, self.use = link, vocab, use or Use()
         self.traits = Traits(secret=None if self.use.trust else secrets.randbits(128))
-        self._held: dict[int, Held] = {}
+        self._held: dict[Row, Held] = {}
         self._numbers, self._sequences = count(1), count(1)
-        self._missed: list[tuple[ref[Row], str]] = []
+        self._missed: list[tuple[Row, str]] = []
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Return the server's draft (rows, longest) if it arrives in time; an empty draft otherwise."""
@@ -108,18 +106,17 @@ class RemoteDrafter:
         closing = self._follow(rows) if generation else []
         answer = self._answer(context, places, wanted, (generation, closing)) if generation else Missed("disconnected")
         if isinstance(answer, Missed):
-            self._missed = [(ref(rows[place]), answer.reason) for place in places]
+            self._missed = [(rows[place], answer.reason) for place in places]
             return Draft.empty(len(rows), CPU)
         return self._draft(rows, dict(zip(places, answer, strict=True)))
 
     def observe(self, round: Round) -> None:
         """Count the reasons for missing drafts, and close ended rows; the next request sends what was accepted."""
         for row, reason in self._missed:
-            if (missed := row()) is not None:
-                missed.stats.undrafted[reason] = missed.stats.undrafted.get(reason, 0) + 1
+            row.stats.undrafted[reason] = row.stats.undrafted.get(reason, 0) + 1
         self._missed = []
-        ended_rows = [row for row in round.rows if row.finish_reason and id(row) in self._held]
-        closing = [_close(self._held.pop(id(row))) for row in ended_rows]
+        ended_rows = [row for row in round.rows if row.finish_reason and row in self._held]
+        closing = [_close(self._held.pop(row)) for row in ended_rows]
         self.link.tell(self.link.generation, closing)
 
     def _answer(
@@ -130,7 +127,7 @@ class RemoteDrafter:
         sequence, drawn = next(self._sequences), self._drawn(context, gammas)
         for place in places:
             row, gamma, numbers = context.rows[place], gammas[place], drawn[place]
-            held = self._held[id(row)]
+            held = self._held[row]
             mode = self._mode(context, place, numbers is not None)
             if held.connection != generation or held.mode != mode:
                 held.connection, held.mode, held.text = generation, mode, list(row.readable)
@@ -142,27 +139,16 @@ class RemoteDrafter:
         try:
             return self._checked(answer, asks)
         except FrameError:
-            for ask in asks:
-                self._forget(ask.row)
+            for place in places:
+                self._held[context.rows[place]].connection = 0  # opened again
             self.link.strike()
             return Missed(REFUSED)
 
     def _follow(self, rows: Sequence[Row]) -> list[Frame]:
-        """Keep records of exactly these rows -> frames that close the rows that have left."""
-        held, self._held = self._held, {}
+        gone, self._held = self._held, {}
         for row in rows:
-            known = held.get(id(row))
-            if known is not None and known.row() is row:  # Python may use the id of a freed row again
-                self._held[id(row)] = held.pop(id(row))
-            else:
-                self._held[id(row)] = Held(ref(row), next(self._numbers), DraftMode.GUESS, [])
-        return [_close(each) for each in held.values() if each.connection]
-
-    def _forget(self, number: int) -> None:
-        """Mark a row as unknown to the server, so that it is opened again."""
-        for each in self._held.values():
-            if each.number == number:
-                each.connection = 0
+            self._held[row] = gone.pop(row) if row in gone else Held(next(self._numbers), DraftMode.GUESS, [])
+        return [_close(each) for each in gone.values() if each.connection]
 
     def _mode(self, context: Context, place: int, drawn: bool) -> DraftMode:
         """Return the mode in which a row is drafted; `drawn`: there are random numbers to send for its tokens."""
@@ -256,18 +242,10 @@ def _close(held: Held) -> Frame:
     return Frame(FrameType.CLOSE, 0, {"row": held.number})
 
 
-def _common(known: Sequence[int], text: Sequence[int]) -> int:
-    """Return the length of the common prefix of two texts."""
-    if text[: len(known)] == known:
-        return len(known)
-    pairs = enumerate(zip(known, text, strict=False))
-    return next((place for place, (known_token, token) in pairs if known_token != token), min(len(known), len(text)))
-
-
 def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
     """Return the commit and the request of a row, and update the text that the server has."""
     text = row.readable
-    keep = _common(held.text, text)
+    keep = common_length(held.text, text)
     held.text = list(text)
     ask = AskRow(held.number, keep, tuple(text[keep:]), gamma)
     return replace(ask, numbers=numbers[0], later=numbers[1]) if numbers and held.mode == DraftMode.LAW else ask

@@ -57,7 +57,6 @@ class VocabularySketch:
         return differing * 8 <= len(common) and abs(len(self.sketch) - len(other.sketch)) <= 1
 
     def values(self) -> dict[str, Any]:
-        """Return the vocabulary as values of a frame."""
         return {"vocab": self.size, "sketch": list(self.sketch)}
 
     @staticmethod
@@ -86,7 +85,6 @@ def read_key(file: str | Path | None) -> bytes:
 
 
 def nonce() -> str:
-    """Return a new random nonce of 128 bits, in hexadecimal."""
     return secrets.token_hex(16)
 
 

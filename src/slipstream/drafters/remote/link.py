@@ -101,7 +101,6 @@ class _LinkState:
     settled: threading.Event = field(default_factory=threading.Event)  # the first connection succeeded or failed
 
     def settle(self, answer: Frame | Missed) -> None:
-        """Pass an answer to the waiting thread, if there is one."""
         if self.answer is not None:
             with suppress(InvalidStateError):
                 self.answer.set_result(answer)
@@ -128,7 +127,6 @@ class DraftConnection:
 
     @property
     def generation(self) -> int:
-        """The number of the present connection, or 0; see `Link`."""
         return self._state.generation
 
     @property
@@ -147,7 +145,7 @@ class DraftConnection:
         return "" if self.generation else self._state.fault or "no answer"
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """Send frames and wait for the answer; see `Link`.
+        """Send frames and wait for the answer.
 
         After a late answer the waiting time is halved, until an answer (even one that came too late to be used) has
         taken less than the timeout: so a server that is always too slow costs little time.
@@ -174,12 +172,10 @@ class DraftConnection:
         return answer
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """Send frames that get no answer; see `Link`."""
         if frames and generation == self.generation:
             self._send(generation, frames)
 
     def strike(self) -> None:
-        """Report an unusable answer; see `Link`."""
         self._state.strikes += 1
         if self._state.strikes >= STRIKES:
             self._state.strikes = 0
@@ -226,7 +222,6 @@ class _Task:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Connect, receive answers, and reconnect, until `end`."""
         backoff = self.settings.backoff
         while not self._ended.is_set():
             try:
@@ -242,7 +237,6 @@ class _Task:
             backoff = min(2 * backoff, self.settings.longest_backoff)
 
     def end(self) -> None:
-        """End the task and its connection."""
         self._ended.set()
         self.drop()
 
@@ -257,7 +251,6 @@ class _Task:
             self._writer.write(data)
 
     async def _serve(self) -> None:
-        """Open one connection and use it until it ends."""
         settings = self.settings
         context = ssl.create_default_context(cafile=settings.ca_file) if settings.tls else None
         connecting = asyncio.open_connection(settings.host, settings.port, ssl=context)
@@ -266,7 +259,10 @@ class _Task:
         try:
             if (plain := writer.get_extra_info("socket")) is not None:
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer = await asyncio.wait_for(self._greet(reader, writer), settings.quiet)
+            try:
+                peer = await asyncio.wait_for(self._greet(reader, writer), settings.quiet)
+            except FrameError as error:  # it is no draft server, or one of another version
+                raise Refused(str(error)) from None
             self.refusal = ""
             with self.state.lock:
                 self.state.connections += 1
@@ -282,17 +278,6 @@ class _Task:
                 await asyncio.wait_for(writer.wait_closed(), 1)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Do the handshake -> the name of the server's draft.
-
-        Raises Refused if client and server cannot work together, or if the other side is no draft server of this
-        protocol version.
-        """
-        try:
-            return await self._greeted(reader, writer)
-        except FrameError as error:
-            raise Refused(str(error)) from None
-
-    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """Exchange greetings and proofs of the key, and compare vocabularies -> the name of the server's draft."""
         hello = await read_frame(reader, GREETING)
         nonces = [hello.text("nonce", 64), nonce()]
@@ -328,11 +313,11 @@ class _Task:
 
     def _take(self, frame: Frame) -> None:
         """Process a frame of the server: pass an answer to the waiting thread, if it is the expected one."""
-        if frame.kind not in (FrameType.DRAFT, FrameType.REFUSAL, FrameType.PONG):
+        if frame.kind == FrameType.PONG:
+            return
+        if frame.kind not in (FrameType.DRAFT, FrameType.REFUSAL):
             raise FrameError(f"a server does not send {frame.kind.name}")
         with self.state.lock:
-            if frame.kind == FrameType.PONG:
-                return
             if (sent_at := self.state.asked.pop(frame.sequence, None)) is None:
                 return  # there was no such request
             self.state.asked_at = None

@@ -54,7 +54,6 @@ class OpenRow:
     top: int = 64
 
     def frame(self) -> Frame:
-        """Return the message as a frame."""
         values = {name: getattr(self, name) for name in ("row", "mode", "prompt", "seed", "key", "top")}
         return Frame(
             FrameType.OPEN,
@@ -171,7 +170,6 @@ class SentLaw:
 
     @staticmethod
     def point(token: int) -> SentLaw:
-        """Return the point mass on a token."""
         return SentLaw(array("i", [token]), array("f", [1.0]))
 
     def draw(self, number: float) -> int:
@@ -181,7 +179,6 @@ class SentLaw:
 
     @property
     def best(self) -> int:
-        """The most probable token."""
         return int(self.ids[int(self.weights.argmax())])
 
 
@@ -195,7 +192,6 @@ class DraftRow:
 
 
 def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
-    """Return the drafts of a batch of rows as a frame."""
     laws = [law for draft in drafts for law in draft.laws]
     values = {"row": [draft.row for draft in drafts], "length": [len(draft.tokens) for draft in drafts]}
     ids, weights = ([getattr(law, name) for law in laws] for name in ("ids", "weights"))
