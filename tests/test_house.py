@@ -95,7 +95,6 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "reproduction.baselines.exits",
     ),
     "sentence_transformers": ("drafters.datastore.embedding",),
-    "faiss": ("drafters.datastore.index",),
     "datasets": ("text.documents",),
     "typer": ("cli", "cli.*", "reproduction.cli"),
     "rich": ("cli", "cli.*", "engine.explain", "reproduction.runs.timelines"),
@@ -361,7 +360,6 @@ def test_json_checker_catches(source: str) -> None:
 
 
 DISTRIBUTIONS = {
-    "faiss": "faiss-cpu",
     "sentence_transformers": "sentence-transformers",
     "prometheus_client": "prometheus-client",
     "PIL": "pillow",

@@ -22,7 +22,7 @@ from weakref import finalize
 import numpy as np
 
 from slipstream.core.values import check_least
-from slipstream.drafters.datastore.index import Array, Embedder, Index, index
+from slipstream.drafters.datastore.index import Array, Embedder, VectorIndex
 
 VERSION = 1
 
@@ -71,7 +71,7 @@ class Totals:
 class _Loaded:
     """The vectors of a namespace in this process, and the state of the file when they were read."""
 
-    index: Index
+    index: VectorIndex
     last: int = 0  # the id of the newest entry that was read
     removals: int = 0
     version: int = -1  # the file's version when it was read
@@ -95,7 +95,6 @@ class ResponseMemory:
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._touched: dict[str, set[int]] = {}
         self._changes = 0
-        index(embed.dimension, self.limits.entries)  # raises if faiss is missing, before anything is written
         self._about = {"version": str(VERSION), "embedding": embed.name, "tokenizer": tokenizer}
         self._process, self._connection = os.getpid(), self._open()
 
@@ -211,7 +210,7 @@ class ResponseMemory:
     def _read(self, namespace: str) -> _Loaded:
         """Return the vectors of a namespace, updated with the additions and removals since they were read."""
         version = self._run("PRAGMA data_version")[0][0] + (self._changes << 32)
-        loaded = self._loaded.pop(namespace, None) or _Loaded(index(self.embed.dimension, self.limits.entries))
+        loaded = self._loaded.pop(namespace, None) or _Loaded(VectorIndex(self.embed.dimension))
         self._loaded[namespace] = loaded
         if len(self._loaded) > OPEN_NAMESPACES:
             self._loaded.popitem(last=False)
