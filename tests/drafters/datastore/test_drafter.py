@@ -25,7 +25,7 @@ from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings, fingerprint
 from slipstream.drafters.datastore.embedding import InputEmbeddings
-from slipstream.drafters.datastore.memory import ResponseMemory
+from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
 from slipstream.models.causal import CausalScorer
 from toys import (
     EXACT,
@@ -178,10 +178,10 @@ def test_a_response_that_was_learned_is_drafted(memory: ResponseMemory) -> None:
     store = Datastore(WORDS, memory=memory, learn=True)
     calls = [generate(decoder(store, TEXT), [request([1, 2], 21, GREEDY)])[0].stats.target_calls for _ in range(3)]
     assert calls[0] == 21 and calls[1] == calls[2] < 7
-    assert memory.totals()[0].entries == 1  # the same response to the same request is one entry
+    assert read_totals(memory.path)[0].entries == 1  # the same response to the same request is one entry
     silent = Datastore(WORDS, memory=memory)
     generate(decoder(silent, TEXT), [request([3, 4], 21, GREEDY)])
-    assert memory.totals()[0].entries == 1
+    assert read_totals(memory.path)[0].entries == 1
 
 
 def test_what_was_cut_off_is_not_learned(memory: ResponseMemory) -> None:
@@ -189,7 +189,7 @@ def test_what_was_cut_off_is_not_learned(memory: ResponseMemory) -> None:
     stream = rounds(decoder(store, TEXT), [request([1, 2], 21, GREEDY)])
     next(stream)
     stream.close()
-    assert memory.totals() == []
+    assert read_totals(memory.path) == []
     del stream
     gc.collect()
     assert not store.known  # nobody else holds the row: neither do we
@@ -211,7 +211,7 @@ def test_one_tenant_s_response_is_no_other_s_draft(memory: ResponseMemory) -> No
     learned = [request([1, 2], 21, GREEDY), request([1, 2], 21, GREEDY), request([3, 2], 21, GREEDY)]
     calls = [generate(decoder(store, TEXT), [one])[0].stats.target_calls for one in learned]
     assert calls[1] < calls[0] == calls[2] == 21
-    assert [(total.namespace, total.entries) for total in memory.totals()] == [("one", 1), ("two", 1)]
+    assert [(total.namespace, total.entries) for total in read_totals(memory.path)] == [("one", 1), ("two", 1)]
 
 
 def test_rows_of_one_batch_keep_to_their_namespaces(memory: ResponseMemory) -> None:
