@@ -13,17 +13,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from slipstream.core.draft import Draft
 from slipstream.core.draws import draw
-from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.request import Row
 from slipstream.core.round import Context
-from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
-from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.early_exit import ExitDrafter
@@ -33,22 +29,17 @@ from slipstream.models.layers import find_layers, kept_layers, part_of, read_lay
 from slipstream.models.loading.load import load_model
 from toys import (
     FAMILIES,
-    HF_VOCAB,
     LLAMA,
     PROBED,
     SAMPLE,
-    Altered,
     Cycle,
     Family,
-    company_changes_nothing,
     dirichlet_table,
-    enumerate_outcomes,
-    plain_law,
+    law_error,
     ragged,
-    request,
+    same_texts,
     scorer,
     tiny,
-    total_variation,
 )
 
 EVERY = {**FAMILIES, **PROBED}
@@ -112,8 +103,7 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
 def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
     target = CausalScorer(deep(family))
     decoder = Decoder(target, ExitDrafter(target, layers), controller=Fixed(3), batch_size=2)
-    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [row.tokens for row in ours] == [row.tokens for row in expected]
+    ours = same_texts(decoder, ragged())
     assert sum(row.stats.drafted for row in ours) > 0
     again = generate(decoder, ragged())  # the drafter serves the next call
     assert [row.stats.accepted for row in again] == [row.stats.accepted for row in ours]
@@ -148,79 +138,22 @@ def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:
     assert all(row.stats.accepted == row.stats.drafted for row in rows)
 
 
-# ---- exactness ----------------------------------------------------------------------------------------------------
-
-
-def trio(layers: int = 3) -> CausalScorer:
-    """A model of three tokens."""
-    return CausalScorer(deep("llama", layers, vocab_size=3, initializer_range=0.4))
-
-
-def law_of(decoder: Decoder, prompt: Sequence[int], count: int) -> dict[Any, float]:
-    """All outputs and their chances, by running the whole loop for every sequence of draws."""
-    one = [request(prompt, count)]
-    return enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
-
-
-@torch.inference_mode()
-def target_step(model: PreTrainedModel, prefix: tuple[int, ...]) -> list[float]:
-    return model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
-
-
-@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=["token", "block"])
-@pytest.mark.parametrize("layers", [1, (0, 2)], ids=["first", "skipped"])
-def test_the_law_is_the_target_s(rule: rules.Rule, layers: Any) -> None:
-    target = trio()
-    decoder = Decoder(target, ExitDrafter(target, layers), rule.verify, Cycle((2, 0, 1)))
-    want = plain_law(lambda prefix: target_step(target.model, prefix), (0, 2), 3)
-    assert total_variation(law_of(decoder, (0, 2), 3), want) < FLOAT
-
-
-def test_control_a_law_that_was_not_sampled_from_is_caught() -> None:
-    def flat(draft: Draft) -> Draft:
-        return replace(draft, law=draft.law and Law(probs=torch.full_like(draft.law.dense, 1 / 3)))
-
-    target = trio()
-    decoder = Decoder(target, Altered(ExitDrafter(target, 1), flat), rules.TOKEN.verify, Fixed(2))
-    want = plain_law(lambda prefix: target_step(target.model, prefix), (0, 2), 3)
-    assert total_variation(law_of(decoder, (0, 2), 3), want) > 1e-3
+# ---- the contract of a drafter: see also `test_self_drafts` ---------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_control_without_the_rollback_the_target_goes_astray() -> None:
-    target = trio()
+    target = CausalScorer(deep("llama", 3, vocab_size=3, initializer_range=0.4))
     drafter = ExitDrafter(target, 1)
     drafter.scorer.rollback = lambda lengths: None  # type: ignore[method-assign]
     with pytest.raises((AssertionError, ValueError)):
-        want = plain_law(lambda prefix: target_step(target.model, prefix), (0, 2), 3)
-        assert total_variation(law_of(Decoder(target, drafter, controller=Fixed(2)), (0, 2), 3), want) < FLOAT
-
-
-def test_settings_hold_for_the_draft_too() -> None:
-    """Nothing is drafted that the request's own settings forbid."""
-    target = CausalScorer(deep("llama"))
-    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
-    for round in rounds(decoder, ragged(Sampling(temperature=1.0, bad_words=[[7]], top_k=5))):
-        law = round.draft.law
-        assert law is None or (law.dense[..., 7].max() == 0 and (law.dense > 0).sum(-1).max() <= 5)
-
-
-# ---- the contract of a drafter ------------------------------------------------------------------------------------
-
-
-def test_stop_in_mid_round_and_company_change_nothing() -> None:
-    target = CausalScorer(deep("llama"))
-    alone = Decoder(target, ExitDrafter(target, 3), controller=Fixed(4), batch_size=1)
-    ends = frozenset(range(0, HF_VOCAB, 4))
-    some = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in ragged(SAMPLE)]
-    company_changes_nothing(alone, some)
+        assert law_error(Decoder(target, drafter, controller=Fixed(2))) < FLOAT
 
 
 def test_an_empty_draft_is_a_plain_step() -> None:
     target = CausalScorer(deep("llama"))
     decoder = Decoder(target, ExitDrafter(target, 1), controller=Cycle((0, 3)))
-    rows = generate(decoder, ragged())
-    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, ragged())]
+    same_texts(decoder, ragged())
 
 
 def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
@@ -238,9 +171,7 @@ def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
 def test_a_text_may_fill_the_context() -> None:
     target = CausalScorer(deep("llama", max_position_embeddings=16))
     decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(5))
-    rows = generate(decoder, ragged(count=40))
-    assert [len(row.tokens) for row in rows] == [16, 16, 16]
-    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, ragged(count=40))]
+    assert [len(row.tokens) for row in same_texts(decoder, ragged(count=40))] == [16, 16, 16]
 
 
 def test_a_fixed_shape_sees_the_same_bits() -> None:

@@ -1,0 +1,114 @@
+"""Drafts of the target's own layers, weights and states: exact by enumeration, and blind to the batch around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from drafters.test_checkpoint_heads import block_draft, eagle
+from drafters.test_heads import some_heads
+from slipstream.core.protocols import Drafter
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import rounds
+from slipstream.decoding.rules import BLOCK, TOKEN, Rule
+from slipstream.decoding.sampling import Sampling
+from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
+from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.heads import HeadsDrafter
+from slipstream.drafters.same_rows import SameRowsDrafter
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.quantization import Precision
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading.twins import quantized_part
+from toys import FAMILIES, HF_VOCAB, WRONG, Altered, Cycle, company_changes_nothing, flat, law_error, ragged, tiny
+
+FLOAT = 2e-5  # the laws are softmaxes in float32
+
+
+def int4(target: Any, kept: Any = None) -> Drafter:
+    return SameRowsDrafter(quantized_part(target, Precision(4, 32), kept))
+
+
+MADE: dict[str, Callable[[Any], Drafter]] = {
+    "first layer": lambda target: ExitDrafter(target, 1),
+    "skipped layer": lambda target: ExitDrafter(target, (0, 2)),
+    "int4": int4,
+    "int4, two tokens": lambda target: int4(target, torch.tensor([0, 2])),
+    "window": lambda target: SameRowsDrafter(target.seeing(2, 1)),
+    "heads": lambda target: HeadsDrafter(target, some_heads(2)),
+    "heads on states": lambda target: HeadsDrafter(target, some_heads(2, pending=False)),
+    "eagle3, two tokens": lambda target: HeadDrafter(target, eagle(target.model, 2), "eagle3"),
+    "dflash": lambda target: DFlashDrafter(target, block_draft(target.model), "dflash"),
+}
+FAST = {
+    *((name, rule.name) for name in ("first layer", "skipped layer", "int4") for rule in (TOKEN, BLOCK)),
+    *((name, "block") for name in ("int4, two tokens", "heads", "eagle3, two tokens", "dflash")),
+}
+no_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+
+
+def marks(name: str, *more: Any) -> list[Any]:
+    """The marks of a kind."""
+    return [*([no_kernel] if name.startswith("int4") else []), *more]
+
+
+def kinds(*names: str) -> Any:
+    """A parameter for these kinds of drafts."""
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+
+
+@cache
+def model(vocab: int) -> PreTrainedModel:
+    spread = 0.4 if vocab == 3 else 0.2
+    return tiny(FAMILIES["llama"], vocab_size=vocab, num_hidden_layers=3, initializer_range=spread).requires_grad_(
+        False
+    )
+
+
+def decoder(name: str, vocab: int, gammas: tuple[int, ...], rule: Rule = TOKEN, change: Any = None) -> Decoder:
+    """A target, and a draft of this kind, changed if that is asked for."""
+    target = CausalScorer(model(vocab))
+    drafter = MADE[name](target)
+    return Decoder(target, Altered(drafter, change) if change else drafter, rule.verify, Cycle(gammas))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        pytest.param(name, rule, marks=marks(name, *([] if (name, rule.name) in FAST else [pytest.mark.slow])))
+        for name in MADE
+        for rule in (TOKEN, BLOCK)
+    ],
+    ids=str,
+)
+def test_the_law_is_the_target_s(name: str, rule: Rule) -> None:
+    """Two tokens, or none, or one, in turn; from states, after a first plain step, two at once."""
+    by_states = name.startswith(("heads", "eagle3", "dflash"))
+    assert law_error(decoder(name, 3, (2,) if by_states else (2, 0, 1), rule), 4 if "heads" in name else 3) < FLOAT
+
+
+@kinds("first layer", "int4", "heads", "eagle3, two tokens")
+def test_control_a_law_that_was_not_sampled_from_is_caught(name: str) -> None:
+    assert law_error(decoder(name, 3, (2,), TOKEN, flat)) > WRONG
+
+
+@kinds(*(name for name in MADE if "two tokens" not in name))
+def test_stops_in_mid_round_and_company_change_nothing(name: str) -> None:
+    company_changes_nothing(replace(decoder(name, HF_VOCAB, (4,)), batch_size=1))
+
+
+@kinds("first layer", "int4", "heads", "dflash")
+def test_settings_hold_for_the_draft_too(name: str) -> None:
+    """Nothing is drafted that a request's own settings forbid, and a penalty looks at the drafted tokens before."""
+    sampler, seen = Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3), 0
+    for round in rounds(decoder(name, HF_VOCAB, (3,)), ragged(sampler)):
+        if (law := round.draft.law) is not None:
+            seen += 1
+            assert law.dense[..., 7].max() == 0 and (law.dense > 0).sum(-1).max() <= 5
+    assert seen > 3
