@@ -265,8 +265,12 @@ class TensorFileKind:
         tensors, about = load_tensors(path, self)
         try:
             yield tensors, about
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise self.damaged(path, f"it does not hold what its header says: {error}") from error
+        except KeyError as error:
+            raise self.damaged(path, f"it lacks {error}") from error
+        except ValueError as error:
+            raise self.damaged(path, error) from error
+        except (TypeError, RuntimeError) as error:
+            raise self.damaged(path, "it does not hold what its header says") from error
 
 
 def save_tensors(path: Name, kind: TensorFileKind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:

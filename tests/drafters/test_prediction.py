@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
-import torch
 
 import slipstream
-from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng
-from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Row
-from slipstream.core.round import Context
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
@@ -27,9 +23,11 @@ from toys import (
     PAIRS,
     VOCAB,
     WRONG,
+    Altered,
     Cycle,
     drafted,
     enumerate_outcomes,
+    flat,
     plain_law,
     request,
     scorer,
@@ -81,19 +79,6 @@ def test_a_true_prediction_saves_target_calls_and_a_wrong_one_changes_no_token()
         assert calls is None or done.stats.target_calls == calls
 
 
-class Uniform:
-    """The control: the same copies, said to be drawn evenly from the vocabulary."""
-
-    def __init__(self) -> None:
-        self.observe, self._copies = (inner := Prediction()).observe, inner
-
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Its q is wrong."""
-        draft = self._copies.propose(context, gammas)
-        even = torch.full((*draft.tokens.shape, VOCAB), 1 / VOCAB, dtype=torch.float64)
-        return draft if draft.law is None else Draft(draft.tokens, Law(probs=even), draft.lengths)
-
-
 def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter]) -> float:
     """Total variation of the first three tokens from the target's law."""
 
@@ -112,7 +97,7 @@ def test_the_law_is_the_target_s(rule: rules.Rule, pair: str) -> None:
 
 
 def test_a_wrong_law_of_the_copies_is_noticed() -> None:
-    assert max(distance(pair, rules.TOKEN, Uniform) for pair in PAIRS) > WRONG
+    assert max(distance(pair, rules.TOKEN, lambda: Altered(Prediction(), flat)) for pair in PAIRS) > WRONG
 
 
 @pytest.mark.parametrize("pair", list(PAIRS)[:3])

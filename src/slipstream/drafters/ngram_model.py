@@ -180,7 +180,7 @@ class NgramModel:
             tables = [Table(*(arrays.pop(f"{n}.{name}") for name in Table.__slots__)) for n in orders]
             model = NgramModel(arrays.pop("1.unigram"), tuple(tables))
             if model.order not in ORDERS or model.vocab != int(about["vocab"]) or arrays:
-                raise ValueError("its order or vocabulary is another")
+                raise ValueError("its order or vocabulary is not the one it names")
             contexts = [model.vocab + 1, *(len(table.tokens) for table in tables)]
             for table, count in zip(tables, contexts, strict=False):
                 table.check(count)

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.draft import Draft
-from slipstream.core.draws import Rng, draw_coupled
-from slipstream.core.law import Law
+from slipstream.core.draws import draw_coupled
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row
 from slipstream.decoding import rules
@@ -37,17 +35,15 @@ from toys import (
     VOCAB,
     WRONG,
     Altered,
-    Cycle,
     dirichlet_table,
     drafted,
-    first_tokens,
-    plain_law,
+    flat,
+    law_distance,
     propose,
     request,
     row,
     scorer,
     tiny,
-    total_variation,
 )
 
 WORDS = 50
@@ -248,38 +244,22 @@ def recalling(memory: ResponseMemory) -> Callable[[], Datastore]:
     return lambda: Datastore(VOCAB, memory=memory, settings=ALONE)
 
 
-def distance(pair: str, rule: rules.Rule, gammas: tuple[int, ...], count: int, make: Callable[[], Drafter]) -> float:
-    """Total variation of the first tokens from the target's law."""
-
-    def decoder(rng: Rng) -> Decoder:
-        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle(gammas), rng=rng)
-
-    law = first_tokens(decoder, PROMPT, count, count + 1)
-    return total_variation(law, plain_law(PAIRS[pair][0], PROMPT, count))
-
-
 @pytest.mark.parametrize("gammas", [(1,), (2,), (3, 0, 1)], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
 def test_the_law_is_the_target_s(rule: rules.Rule, pair: str, gammas: tuple[int, ...]) -> None:
-    assert distance(pair, rule, gammas, 3, documents) < EXACT
+    assert law_distance(PAIRS[pair][0], documents, rule, gammas, PROMPT) < EXACT
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
 def test_the_law_with_a_memory_is_the_target_s(rule: rules.Rule, pair: str, memory: ResponseMemory) -> None:
-    assert distance(pair, rule, (2, 1), 3, recalling(memory)) < EXACT
+    assert law_distance(PAIRS[pair][0], recalling(memory), rule, (2, 1), PROMPT) < EXACT
 
 
 def test_a_law_that_hides_the_draft_would_be_noticed() -> None:
-    """Claiming a uniform q for copied tokens must fail."""
-
-    def spread(draft: Draft) -> Draft:
-        if draft.law is None:
-            return draft
-        return replace(draft, law=Law(torch.full((*draft.tokens.shape, VOCAB), 1 / VOCAB, dtype=torch.float64)))
-
-    assert distance("generic", rules.TOKEN, (2,), 3, lambda: Altered(documents(), spread)) > WRONG
+    found = law_distance(PAIRS["generic"][0], lambda: Altered(documents(), flat), rules.TOKEN, (2,), PROMPT)
+    assert found > WRONG
 
 
 def test_coupled_texts_do_not_depend_on_the_store(memory: ResponseMemory) -> None:

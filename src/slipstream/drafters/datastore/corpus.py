@@ -127,7 +127,7 @@ class Corpus:
             raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream draft build`.")
         with KIND.contents(path) as (tensors, about):
             text, suffixes = tensors["text"].numpy(), tensors["suffixes"].numpy()
-            shaped = text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1] and len(text)
+            shaped = text.ndim == 2 and text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1] and len(text)
             if not shaped or text.dtype != np.uint8 or suffixes.dtype.kind not in "iu":
                 raise ValueError("its arrays do not fit together")
             return Corpus(text, suffixes, int(about["vocab"]), about["tokenizer"], int(about["documents"]))
