@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter
 from slipstream.drafters.remote.address import Settings
-from slipstream.drafters.remote.drafter import RemoteDrafter, Use
+from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.frames import HEAD, Frame, FrameType, decode_body, decode_head, encode
 from slipstream.drafters.remote.hello import VocabularySketch
 from slipstream.drafters.remote.link import DraftConnection, Missed
@@ -124,7 +124,7 @@ def connected(port: int, vocab: int, **settings: Any) -> Iterator[RemoteDrafter]
         with suppress(ValueError):
             connection.first_word(5)
         yield RemoteDrafter(
-            connection, vocab, Use(connection_settings.trust, connection_settings.top, connection_settings.ahead)
+            connection, vocab, connection_settings.trust, connection_settings.top, connection_settings.ahead
         )
     finally:
         connection.close()

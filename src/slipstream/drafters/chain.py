@@ -106,7 +106,7 @@ class ChainDrafter:
                 here = torch.tensor([place], device=p.device)
                 laws[place].append(p.select(here).first(len(new)))
         width = max(gammas)
-        return made, Law.join([Law.join(_padded(each, width), 1).first(width) for each in laws], 0)
+        return made, Law.join([Law.join(each, 1).stretched(width) for each in laws], 0)
 
     def _decoder(self, rng: Rng, rows: Sequence[Row]) -> Decoder:
         """Return the decoder of the inner rounds: coupled rows are verified by matching, the others token by token."""
@@ -149,13 +149,6 @@ def _inside(row: Row, start: int) -> Row:
         gamma=None,
     )
     return Row(request, row.index, row.readable[start:])
-
-
-def _padded(laws: list[Law], width: int) -> list[Law]:
-    missing = width - sum(law.positions for law in laws)
-    last = laws[-1]
-    end = torch.tensor([last.positions - 1], device=last.device)
-    return [*laws, *[last.at(end)] * missing]
 
 
 class _Fitted:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from slipstream.core.draft import Draft, ScopedDraft
+from slipstream.core.draft import Draft, ScopedDraft, padded
 from slipstream.core.draws import ScopedDraws
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Traits, scorers_among
@@ -59,38 +58,22 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     if len(full) < 2:
         return full[0] if full else drafts[0]
     device = next((draft.tokens.device for draft in full if draft.law and not draft.law.point), full[0].tokens.device)
-    width, vocab = max(draft.tokens.shape[1] for draft in full), _vocab(full)
-    laws, tokens = list[Law](), list[Tensor]()
-    lengths = [max(row) for row in zip(*(draft.lengths for draft in full), strict=True)]
-    windowed, ahead = [0] * len(lengths), [0] * len(lengths)
-    for row in range(len(lengths)):
-        owner = next((draft for draft in full if draft.lengths[row]), full[0])
-        part = owner.tokens[row : row + 1].to(device)
-        tokens.append(torch.nn.functional.pad(part, (0, width - part.shape[1])))
-        laws.append(_law(owner.to(device), row, width, vocab))
-        windowed[row] = owner.windowed[row] if owner.windowed else 0
-        ahead[row] = owner.ahead[row] if owner.ahead else 0
-    return Draft(torch.cat(tokens), Law.join(laws, 0), tuple(lengths), tuple(windowed), ahead=tuple(ahead))
-
-
-def _vocab(drafts: Sequence[Draft]) -> Tensor | None:
-    """Return zeros (1, 1, vocab) like the dense laws; None if all are point masses."""
-    return next((draft.law.dense[:1, :1] * 0 for draft in drafts if draft.law and not draft.law.point), None)
-
-
-def _law(draft: Draft, row: int, width: int, blank: Tensor | None) -> Law:
-    """Return the law of one row (1, width); padding has no weight."""
-    assert draft.law is not None
-    law, missing = draft.law, width - draft.tokens.shape[1]
-    if blank is None:
-        assert law.tokens is not None
-        return Law(tokens=torch.nn.functional.pad(law.tokens[row : row + 1], (0, missing)))
-    if law.point:
-        assert law.tokens is not None
-        probs = blank.repeat(1, law.positions, 1).scatter_(-1, law.tokens[row : row + 1].unsqueeze(-1), 1.0)
-    else:
-        probs = law.dense[row : row + 1]
-    return Law(probs=torch.nn.functional.pad(probs, (0, 0, 0, missing)))
+    rows = range(len(full[0].lengths))
+    owners = [next((draft for draft in full if draft.lengths[row]), full[0]) for row in rows]
+    tokens = padded([owner.tokens[row].tolist() for row, owner in enumerate(owners)], device)
+    laws = list[Law]()
+    for row, owner in enumerate(owners):
+        assert owner.law is not None
+        own = owner.law.select(torch.tensor([row], device=owner.law.device))
+        laws.append(own.to(device).stretched(tokens.shape[1]))
+    law = Law.join(laws, 0)
+    return Draft(
+        tokens,
+        Law(probs=law.probs) if law.points else law,
+        tuple(owner.lengths[row] for row, owner in enumerate(owners)),
+        tuple(owner.windowed[row] if owner.windowed else 0 for row, owner in enumerate(owners)),
+        ahead=tuple(owner.ahead[row] if owner.ahead else 0 for row, owner in enumerate(owners)),
+    )
 
 
 # ---- the fastest so far -----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.remote.address import Settings, split_address
-from slipstream.drafters.remote.drafter import RemoteDrafter, Use
+from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.hello import VocabularySketch, read_key
 from slipstream.drafters.remote.link import DraftConnection
 from slipstream.drafters.same_rows import SameRowsDrafter
@@ -382,4 +382,4 @@ def _remote(protocol: str, context: BuildContext, value: str, **options: Any) ->
     reached = f"{settings.url} drafts with {connection.peer}, {how}."
     absent = f"{settings.url} cannot be reached ({fault}): decoding goes on without a draft until it can."
     context.notes.append(absent if fault else reached)
-    return RemoteDrafter(connection, context.target.vocab, Use(settings.trust, settings.top, settings.ahead))
+    return RemoteDrafter(connection, context.target.vocab, settings.trust, settings.top, settings.ahead)

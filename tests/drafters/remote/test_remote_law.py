@@ -29,7 +29,7 @@ from slipstream.drafters.choice import Choice
 from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.remote.drafter import RemoteDrafter, Use
+from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.link import Link
 from slipstream.drafters.remote.messages import AskRow, DraftRow, SentLaw
 from slipstream.models.tables import Table
@@ -55,10 +55,10 @@ SLOW = pytest.mark.slow
 RULES = {"token": TOKEN, "block": BLOCK, "match": MATCH}
 
 
-def decoder(target: Table, link: Link, rule: Rule, rng: Rng, gammas: Sequence[int], use: Use | None = None) -> Decoder:
+def decoder(target: Table, link: Link, rule: Rule, rng: Rng, gammas: Sequence[int], **use: Any) -> Decoder:
     """A target with a remote draft; fresh for every branch."""
     return Decoder(
-        scorer(target, "target"), RemoteDrafter(link, VOCAB, use), rule.verify, Cycle(tuple(gammas)), rng=rng
+        scorer(target, "target"), RemoteDrafter(link, VOCAB, **use), rule.verify, Cycle(tuple(gammas)), rng=rng
     )
 
 
@@ -126,7 +126,7 @@ def test_a_trusted_law_that_is_honest_leaves_the_law_as_it_is(rule: str, gamma: 
 
     def run(rng: Rng) -> tuple[int, ...]:
         link = Here(ModelDrafter(scorer(draft, "draft")))
-        one = decoder(target, link, RULES[rule], rng, (gamma,), Use(trust=True, top=top, ahead=False))
+        one = decoder(target, link, RULES[rule], rng, (gamma,), trust=True, top=top, ahead=False)
         return tuple(generate(one, [request(PROMPT, count)])[0].output)
 
     law = enumerate_outcomes(run, 300_000, script_of=Grid)
@@ -139,7 +139,7 @@ def test_a_trusted_law_gives_the_texts_of_the_same_draft_beside_the_target() -> 
     requests = [request(PROMPT, 24, key=key) for key in range(6)]
     local = Decoder(scorer(target), ModelDrafter(scorer(draft)), BLOCK.verify, Fixed(3), batch_size=3)
     for ahead in (True, False):
-        far = RemoteDrafter(Here(ModelDrafter(scorer(draft))), VOCAB, Use(True, VOCAB, ahead))
+        far = RemoteDrafter(Here(ModelDrafter(scorer(draft))), VOCAB, True, VOCAB, ahead)
         texts = [[row.tokens for row in generate(one, requests)] for one in (local, replace(local, drafter=far))]
         assert texts[0] == texts[1]
 
@@ -207,7 +207,7 @@ def test_control_a_liar_breaks_the_law_where_it_is_trusted() -> None:
         return DraftRow(ask.row, (1,) * ask.gamma, tuple(laws))
 
     def run(rng: Rng) -> tuple[int, ...]:
-        one = decoder(target, Liar(lie), TOKEN, rng, (1,), Use(trust=True, ahead=False))
+        one = decoder(target, Liar(lie), TOKEN, rng, (1,), trust=True, ahead=False)
         row = generate(one, [request(PROMPT, 2)])[0]
         assert not row.stats.undrafted, "a check has seen it"
         return tuple(row.output)
@@ -269,14 +269,14 @@ def test_every_server_has_a_secret_of_its_own_unless_it_is_trusted() -> None:
     link = Liar(adaptive)
     first, second = RemoteDrafter(link, VOCAB), RemoteDrafter(link, VOCAB)
     assert first.traits.secret != second.traits.secret and first.traits.secret and second.traits.secret
-    assert RemoteDrafter(link, VOCAB, Use(trust=True)).traits.secret is None
+    assert RemoteDrafter(link, VOCAB, trust=True).traits.secret is None
 
 
 def test_a_server_is_told_no_more_than_its_mode_needs() -> None:
     """Seeds for coupled texts only, which need them; temperature 0 where its law is not used."""
     for rule, trust, seeded in ((BLOCK, False, False), (BLOCK, True, False), (COUPLED, False, True)):
         link = Here(ModelDrafter(scorer(PAIRS["generic"][1])))
-        remote = RemoteDrafter(link, VOCAB, Use(trust=trust))
+        remote = RemoteDrafter(link, VOCAB, trust=trust)
         used = Decoder(scorer(PAIRS["generic"][0]), remote, rule.verify, Fixed(2), rng=rule.rng)
         generate(used, [request(PROMPT, 6, seed=77, key=88)])
         assert [(each.seed, each.key) for each in link.opened] == [(77, 88) if seeded else (0, 0)]

@@ -26,7 +26,7 @@ from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.remote.drafter import RemoteDrafter, Use
+from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.hello import VocabularySketch
 from slipstream.drafters.remote.link import DraftConnection
 from slipstream.drafters.remote.messages import DraftMode, OpenRow, settings_of
@@ -105,7 +105,7 @@ def test_the_server_has_the_next_draft_ready_where_all_stood() -> None:
     for ahead in (True, False):
         link = Here(ModelDrafter(Counted(TARGET, VOCAB)))
         link.rows = Watched(link.rows.drafter, 64)
-        far = RemoteDrafter(link, VOCAB, Use(ahead=ahead))
+        far = RemoteDrafter(link, VOCAB, ahead=ahead)
         generate(Decoder(scorer(TARGET), far, TOKEN.verify, Fixed(2)), [request((0, 2), 12, GREEDY)])
     assert waits == [2, 0, 0, 0, 2, 2, 2, 2]
 
@@ -135,7 +135,7 @@ def test_two_clients_share_the_passes_of_one_server() -> None:
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     mixed = [replace(each, sampler=(GREEDY, SAMPLE)[key % 2]) for key, each in enumerate(asked())]
     local = Decoder(scorer(TARGET), ModelDrafter(scorer(DRAFT)), BLOCK.verify, Fixed(3), 3)
-    far = RemoteDrafter(Here(ModelDrafter(scorer(DRAFT))), VOCAB, Use(trust=True))
+    far = RemoteDrafter(Here(ModelDrafter(scorer(DRAFT))), VOCAB, trust=True)
     assert texts(generate(replace(local, drafter=far), mixed)) == texts(generate(local, mixed))
 
 

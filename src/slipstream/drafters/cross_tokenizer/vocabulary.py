@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -49,7 +49,9 @@ class Vocabulary:
         pieces = tuple(spelled.get(number) for number in range(max(names) + 1))
         order = sorted(spelled, key=lambda number: (bool(BYTE.fullmatch(names[number])), number))
         ids = {piece: number for number in reversed(order) if (piece := spelled[number])}
-        return Vocabulary(tokenizer, pieces, ids, special, _prefix(tokenizer), _strips(tokenizer, ids))
+        spaced = next((number for piece, number in ids.items() if piece.startswith(b" ") and piece.strip()), None)
+        strips = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
+        return Vocabulary(tokenizer, pieces, ids, special, _prefix(tokenizer), strips)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around it."""
@@ -86,7 +88,11 @@ class CommonTokens:
     @staticmethod
     def of(target: Vocabulary, draft: Vocabulary, sizes: tuple[int, int]) -> CommonTokens:
         """Find the common tokens; `sizes` are those of target's and draft's logits. Raises ValueError for none."""
-        special = dict(_special_pairs(target, draft))
+        names = {name: number for number, name in draft.special.items()}
+        special = {number: names[name] for number, name in target.special.items() if name in names}
+        ours, theirs = target.role("eos"), draft.role("eos")
+        if ours is not None and theirs is not None and target.special.get(ours) not in names:
+            special[ours] = theirs  # both end a text
         pairs = {number: draft.ids[piece] for piece, number in target.ids.items() if piece in draft.ids} | special
         good = sorted((t, d) for t, d in pairs.items() if t < sizes[0] and d < sizes[1])
         if not any(t not in special for t, _ in good):
@@ -111,15 +117,6 @@ class CommonTokens:
         return out
 
 
-def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int]]:
-    """Yield pairs of special tokens (target's, draft's) of the same name, and those that end a text."""
-    names = {name: number for number, name in draft.special.items()}
-    yield from ((number, names[name]) for number, name in target.special.items() if name in names)
-    target_eos, draft_eos = target.role("eos"), draft.role("eos")
-    if target_eos is not None and draft_eos is not None and target.special.get(target_eos) not in names:
-        yield target_eos, draft_eos
-
-
 # ---- reading names ----------------------------------------------------------------------------------------------
 
 
@@ -135,11 +132,6 @@ def _prefix(tokenizer: Any) -> tuple[int, ...]:
     """Find the tokens that the tokenizer puts before a text, such as a token for its beginning."""
     bare, full = (tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
     return tuple(full[: next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)])
-
-
-def _strips(tokenizer: Any, ids: Mapping[bytes, int]) -> bool:
-    spaced = next((number for piece, number in ids.items() if piece.startswith(b" ") and piece.strip()), None)
-    return spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
 
 
 # ---- vocabularies and names -------------------------------------------------------------------------------------

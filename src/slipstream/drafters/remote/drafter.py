@@ -71,15 +71,6 @@ class Held:
     connection: int = 0
 
 
-@dataclass(frozen=True)
-class Use:
-    """The user's options for drafting with a server; see `address.Settings`."""
-
-    trust: bool = False
-    top: int = 64
-    ahead: bool = True
-
-
 class RemoteDrafter(Drafter):
     """Gets up to gamma tokens per row from a draft server; rows without an answer are decoded plainly in that round.
 
@@ -87,10 +78,13 @@ class RemoteDrafter(Drafter):
     features get no draft.
     """
 
-    def __init__(self, link: Link, vocab: int, use: Use | None = None) -> None:
-        """Make the drafter of a server; answers with ids outside the target's `vocab` are refused."""
-        self.link, self.vocab, self.use = link, vocab, use or Use()
-        self.traits = Traits(secret=None if self.use.trust else secrets.randbits(128))
+    def __init__(self, link: Link, vocab: int, trust: bool = False, top: int = 64, ahead: bool = True) -> None:
+        """Make the drafter of a server; answers with ids outside the target's `vocab` are refused.
+
+        The others are as in `address.Settings`.
+        """
+        self.link, self.vocab, self.trust, self.top, self.ahead = link, vocab, trust, top, ahead
+        self.traits = Traits(secret=None if trust else secrets.randbits(128))
         self._held: dict[Row, Held] = {}
         self._numbers, self._sequences = count(1), count(1)
         self._missed: list[tuple[Row, str]] = []
@@ -98,7 +92,12 @@ class RemoteDrafter(Drafter):
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Return the server's draft (rows, longest) if it arrives in time; an empty draft otherwise."""
         self._missed, rows = [], context.rows
-        wanted = [gamma if _shown(row) else 0 for row, gamma in zip(rows, gammas, strict=True)]
+        sources = [row.request.source for row in rows]
+        shown = [source is None or isinstance(source, tuple) for source in sources]  # features are not sent
+        wanted = [
+            gamma if known and row.request.gamma != 0 else 0
+            for known, row, gamma in zip(shown, rows, gammas, strict=True)
+        ]
         places = [place for place, gamma in enumerate(wanted) if gamma]
         if not places:
             return Draft.empty(len(rows), CPU)
@@ -133,7 +132,7 @@ class RemoteDrafter(Drafter):
                 held.connection, held.mode, held.text = generation, mode, list(row.readable)
                 frames.append(self._open(row, held))
             asks.append(_ask(row, held, gamma, numbers))
-        answer = self.link.ask(generation, [*frames, ask_frame(sequence, asks, self.use.ahead)], sequence)
+        answer = self.link.ask(generation, [*frames, ask_frame(sequence, asks, self.ahead)], sequence)
         if isinstance(answer, Missed):
             return answer
         try:
@@ -164,13 +163,13 @@ class RemoteDrafter(Drafter):
         None for rows whose tokens the server does not draw: if it is not trusted, or if the row's `Rng` does not draw
         by inversion.
         """
-        if not self.use.trust:
+        if not self.trust:
             return [None] * len(gammas)
         key, most = context.key(Purpose.DRAFT), max(gammas)
         present = _chances(context, key, most)
         further = [gamma + 1 for gamma in gammas]
-        later = _chances(context, _moved(key, further), most) if self.use.ahead else present
-        ahead = self.use.ahead
+        later = _chances(context, _moved(key, further), most) if self.ahead else present
+        ahead = self.ahead
         return [
             None if now is None or then is None else (tuple(now[:gamma]), tuple(then[:gamma]) if ahead else ())
             for gamma, now, then in zip(gammas, present, later, strict=True)
@@ -184,7 +183,7 @@ class RemoteDrafter(Drafter):
         prompt = len(row.readable) - len(row.output)
         opened = OpenRow(held.number, held.mode, settings_of(request.sampler), tuple(held.text), prompt, source)
         names = (request.seed, request.key) if shared else (0, 0)
-        return replace(opened, top=self.use.top, seed=names[0], key=names[1]).frame()
+        return replace(opened, top=self.top, seed=names[0], key=names[1]).frame()
 
     def _checked(self, answer: Frame, asks: Sequence[AskRow]) -> list[DraftRow]:
         """Return the drafts in an answer.
@@ -231,11 +230,6 @@ class RemoteDrafter(Drafter):
     def missed(self) -> Counter[str]:
         """The number of rows without a draft in the present round, by reason."""
         return Counter(reason for _, reason in self._missed)
-
-
-def _shown(row: Row) -> bool:
-    """Return whether a server can draft for a row: its gamma is not 0, and its source, if any, is token ids."""
-    return row.request.gamma != 0 and (row.request.source is None or isinstance(row.request.source, tuple))
 
 
 def _close(held: Held) -> Frame:
