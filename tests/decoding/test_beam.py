@@ -28,7 +28,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.copying import sure
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.heads import HeadsDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
@@ -145,7 +145,7 @@ def drafter(kind: str, target: CausalScorer) -> Drafter:
     if kind == "wrong":
         return Wrong()
     if kind == "exit":
-        return ExitDrafter(target, 2)
+        return exit_drafter(target, 2)
     if kind == "int4":
         return SameRowsDrafter(quantized_part(target, Precision.named("int4", None)))
     if kind == "window":

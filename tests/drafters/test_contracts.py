@@ -28,7 +28,7 @@ from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
@@ -96,7 +96,7 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "choice": lambda target: Choice([Lookup(), small()]),
     "choice of choices": lambda target: Choice([Lookup(min_matching_ngram_size=2), Choice([Lookup(), chain()])]),
     "bandit": lambda target: Bandit([small(), Lookup(), NoDraft()], Ucb(hold=1), clock=lambda round: 1.0),
-    "exit": lambda target: ExitDrafter(target, 1),
+    "exit": lambda target: exit_drafter(target, 1),
     "heads": lambda target: heads(target),
     "eagle3": lambda target: eagle3(target),
 }

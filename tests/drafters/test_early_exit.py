@@ -19,10 +19,10 @@ from slipstream.core.request import Row
 from slipstream.core.round import Context
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.decoding.generate import generate, rounds
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
@@ -102,7 +102,7 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", "gemma3", "gpt2"])
 def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
     target = CausalScorer(deep(family))
-    decoder = Decoder(target, ExitDrafter(target, layers), controller=Fixed(3), batch_size=2)
+    decoder = Decoder(target, exit_drafter(target, layers), controller=Fixed(3), batch_size=2)
     ours = same_texts(decoder, ragged())
     assert sum(row.stats.drafted for row in ours) > 0
     again = generate(decoder, ragged())  # the drafter serves the next call
@@ -132,7 +132,7 @@ def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     target = CausalScorer(model)
-    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
+    decoder = Decoder(target, exit_drafter(target, 2), controller=Fixed(3))
     rows = generate(decoder, ragged(SAMPLE))
     assert all(row.stats.alpha == pytest.approx(1, abs=1e-4) for row in rows)
     assert all(row.stats.accepted == row.stats.drafted for row in rows)
@@ -144,7 +144,7 @@ def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:
 @pytest.mark.slow
 def test_control_without_the_rollback_the_target_goes_astray() -> None:
     target = CausalScorer(deep("llama", 3, vocab_size=3, initializer_range=0.4))
-    drafter = ExitDrafter(target, 1)
+    drafter = exit_drafter(target, 1)
     drafter.scorer.rollback = lambda lengths: None  # type: ignore[method-assign]
     with pytest.raises((AssertionError, ValueError)):
         assert law_error(Decoder(target, drafter, controller=Fixed(2))) < FLOAT
@@ -152,7 +152,7 @@ def test_control_without_the_rollback_the_target_goes_astray() -> None:
 
 def test_an_empty_draft_is_a_plain_step() -> None:
     target = CausalScorer(deep("llama"))
-    decoder = Decoder(target, ExitDrafter(target, 1), controller=Cycle((0, 3)))
+    decoder = Decoder(target, exit_drafter(target, 1), controller=Cycle((0, 3)))
     same_texts(decoder, ragged())
 
 
@@ -160,7 +160,7 @@ def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
     drafts = []
     for behind in ([], [[5, 6, 7]]):
         target = CausalScorer(deep("llama"))
-        drafter, rows = ExitDrafter(target, 1), [Row(one, one.key, list(one.prompt)) for one in ragged()]
+        drafter, rows = exit_drafter(target, 1), [Row(one, one.key, list(one.prompt)) for one in ragged()]
         target.add(len(rows) + len(behind))
         target.prefill([*(row.tokens[:-1] for row in rows), *behind])
         drafts.append(drafter.propose(Context(tuple(rows), draw), [2] * len(rows)))
@@ -170,7 +170,7 @@ def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:
 
 def test_a_text_may_fill_the_context() -> None:
     target = CausalScorer(deep("llama", max_position_embeddings=16))
-    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(5))
+    decoder = Decoder(target, exit_drafter(target, 2), controller=Fixed(5))
     assert [len(row.tokens) for row in same_texts(decoder, ragged(count=40))] == [16, 16, 16]
 
 
@@ -178,7 +178,7 @@ def test_a_fixed_shape_sees_the_same_bits() -> None:
     """The verifying pass writes over every slot that the draft wrote to."""
     target = CausalScorer(deep("llama"))
     target.fix_shape(Shape(3, 4, 64))
-    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3), batch_size=3)
+    decoder = Decoder(target, exit_drafter(target, 2), controller=Fixed(3), batch_size=3)
     ours, expected = record(target, decoder), record(target, replace(decoder, controller=Fixed(0)))
     common = ours.keys() & expected.keys()
     assert len(common) > 10
@@ -213,7 +213,7 @@ def record(target: CausalScorer, decoder: Decoder) -> dict[tuple[int, ...], torc
 def test_the_drafter_of_another_target_is_refused() -> None:
     target, other = CausalScorer(deep("llama")), CausalScorer(deep("llama"))
     with pytest.raises(ValueError, match="only for the target it was made of"):
-        generate(Decoder(target, ExitDrafter(other, 1)), ragged())
+        generate(Decoder(target, exit_drafter(other, 1)), ragged())
 
 
 # ---- layers and models --------------------------------------------------------------------------------------------
@@ -236,14 +236,14 @@ def test_other_words_are_refused(text: str) -> None:
 @pytest.mark.parametrize("layers", [0, 4, 9, -1, (), (0, 1, 2, 3), (1, 0), (0, 0), (0, 4), (-1, 2)])
 def test_impossible_layers_are_refused(layers: Any) -> None:
     with pytest.raises(ValueError, match="possible"):
-        ExitDrafter(CausalScorer(deep("llama")), layers)
+        exit_drafter(CausalScorer(deep("llama")), layers)
 
 
 def test_a_model_that_keeps_its_layers_otherwise_is_refused() -> None:
     target = CausalScorer(deep("llama"))
     target.model.model.layers = torch.nn.Sequential(*target.model.model.layers)
     with pytest.raises(ValueError, match="in one list, as Llama does"):
-        ExitDrafter(target, 1)
+        exit_drafter(target, 1)
 
 
 def test_a_model_whose_forward_was_replaced_is_refused() -> None:
@@ -251,7 +251,7 @@ def test_a_model_whose_forward_was_replaced_is_refused() -> None:
     target = CausalScorer(deep("llama"))
     target.model.model.forward = target.model.model.forward
     with pytest.raises(ValueError, match="load it in one piece"):
-        ExitDrafter(target, 1)
+        exit_drafter(target, 1)
 
 
 def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> None:
@@ -263,14 +263,14 @@ def test_a_layerskip_checkpoint_is_a_llama_with_more_to_say(tmp_path: Path) -> N
     model = load_model(tmp_path, "float32")
     assert isinstance(model, transformers.LlamaForCausalLM)
     target = CausalScorer(model)
-    decoder = Decoder(target, ExitDrafter(target, 2), controller=Fixed(3))
-    assert [row.tokens for row in generate(decoder, ragged())] == [row.tokens for row in plain(decoder, ragged())]
+    decoder = Decoder(target, exit_drafter(target, 2), controller=Fixed(3))
+    same_texts(decoder, ragged())
 
 
 def test_it_is_reached_by_name() -> None:
     target = CausalScorer(deep("llama"))
     drafter = drafting.drafter("exit:0,3", BuildContext(target))
-    assert isinstance(drafter, ExitDrafter) and drafter.layers == (0, 3)
+    assert drafter.scorer.name.endswith(spell((0, 3)))
     with pytest.raises(ValueError, match="the target has 4, leave some out"):
         drafting.drafter("exit:4", BuildContext(target))
     with pytest.raises(ValueError, match="cannot draft for itself"):

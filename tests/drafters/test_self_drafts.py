@@ -19,7 +19,7 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.heads import HeadsDrafter
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.kernels.cpu import kernel_missing
@@ -36,8 +36,8 @@ def int4(target: Any, kept: Any = None) -> Drafter:
 
 
 MADE: dict[str, Callable[[Any], Drafter]] = {
-    "first layer": lambda target: ExitDrafter(target, 1),
-    "skipped layer": lambda target: ExitDrafter(target, (0, 2)),
+    "first layer": lambda target: exit_drafter(target, 1),
+    "skipped layer": lambda target: exit_drafter(target, (0, 2)),
     "int4": int4,
     "int4, two tokens": lambda target: int4(target, torch.tensor([0, 2])),
     "window": lambda target: SameRowsDrafter(target.seeing(2, 1)),

@@ -19,7 +19,7 @@ import slipstream
 from slipstream.bench import QUICK, measure
 from slipstream.check import check
 from slipstream.cli import app as cli
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.engine.tasks import Task, frame
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
@@ -205,7 +205,7 @@ def test_exact_shape_is_refused(pair: tuple[str, str]) -> None:
 def test_what_is_for_causal_models_says_so(pair: tuple[str, str], tmp_path: Path) -> None:
     target = CausalScorer(tiny(SEQ2SEQ["t5"]), "toy")
     with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: only causal models can draft"):
-        ExitDrafter(target, 1)
+        exit_drafter(target, 1)
     with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: heads are for causal models\.$"):
         HeadTrainer(target.model, "toy", [1, 2, 3], tmp_path, TrainingSettings())
     with pytest.raises(ValueError, match="so it cannot draft for itself"):

@@ -317,9 +317,7 @@ class RowByRow:
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         """Draw tokens (rows, positions), each row with its own `Rng`."""
-        places = range(len(self.rows))
-        laws = [law.select(torch.tensor([place], device=law.device)) for place in places]
-        return torch.cat([self.rows[place](laws[place], key.select([place])) for place in places])
+        return torch.cat([rng(law.of_row(place), key.select([place])) for place, rng in enumerate(self.rows)])
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
         """Return the numbers in [0, 1) of all rows, [rows][positions]; None if any row has none."""

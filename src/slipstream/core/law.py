@@ -103,6 +103,10 @@ class Law:
             return Law(tokens=tokens, scores=scores)
         return Law(probs, tokens, scores, points) if any(points) else Law(probs=probs)
 
+    def of_row(self, row: int) -> Law:
+        """Return the law of one row, over (1, positions)."""
+        return self.select(torch.tensor([row], device=self.device))
+
     def to(self, device: torch.device) -> Law:
         """Return this law on `device`."""
         return self if self.device == device else self._map(lambda data: data.to(device))

@@ -35,7 +35,7 @@ def token(p: Law, draft: Draft, draw: Draw) -> Verdict:
         q_x = draft.law.of(draft.tokens)
         keep = torch.minimum(p.first(draft.law.positions).of(draft.tokens), q_x)
         # A coin with weights (keep, q - keep): accepted iff u * q < min(p, q), the ratio test without a division.
-        passed = draw(_coin(keep, q_x - keep), Purpose.ACCEPT) == 0
+        passed = draw(Law(probs=torch.stack([keep, q_x - keep], -1)), Purpose.ACCEPT) == 0
     accepted = leading(passed, draft)
     return Verdict(accepted, next_law(p, draft, accepted), beta(p, draft.law))
 
@@ -202,11 +202,6 @@ def beta(p: Law, q: Law) -> Tensor:
     if laws_fit(ours.dense, q.dense):
         return kernels.overlap(ours.dense, q.dense)
     return torch.minimum(ours.dense, q.dense).sum(-1)
-
-
-def _coin(heads: Tensor, tails: Tensor) -> Law:
-    """Return a law of two outcomes per position, drawn as 0 with weight `keep` and as 1 with weight `lose`."""
-    return Law(probs=torch.stack([heads, tails], -1))
 
 
 def leading(passed: Tensor, draft: Draft) -> Tensor:

@@ -6,6 +6,7 @@ from slipstream.core.round import Round
 
 
 def count_round(round: Round) -> None:
+    """Count a round for its rows, which share its seconds in equal parts."""
     verdict = round.verdict
     counts, betas = verdict.accepted.tolist(), verdict.beta.tolist()
     for r, row in enumerate(round.rows):
@@ -24,10 +25,5 @@ def count_round(round: Round) -> None:
             stats.relaxed += int(verdict.relaxed[r, :accepted].sum())
             stats.distance += float(verdict.distance[r, :tested].sum())
         stats.count_positions(depth, accepted)
-
-
-def share_time(round: Round) -> None:
-    """Add the seconds of a round to the statistics of its rows, in equal parts."""
-    for row in round.rows:
         for phase, seconds in round.seconds.items():
-            row.stats.spend(phase, seconds / len(round.rows))
+            stats.spend(phase, seconds / len(round.rows))

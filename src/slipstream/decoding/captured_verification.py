@@ -139,6 +139,7 @@ class _Question:
         """
         logits, tokens, q, q_tokens, counts, temperatures, coins, following = inputs
         assert logits is not None and tokens is not None and temperatures is not None and following is not None
+        # Greedy laws need no temperature, and dividing by it would make them NaN.
         scores = wide(logits) / temperatures[:, None, None] if self.sampled else wide(logits)
         p, total = law_of_scores(scores, not self.sampled)
         law = None if q is None and q_tokens is None else Law(probs=q, tokens=q_tokens)
@@ -148,6 +149,7 @@ class _Question:
         token = _drawn(verdict.law, following.gather(1, verdict.accepted[:, None]))
         parts = (verdict.accepted, token[:, 0], total.isfinite()[None], verdict.beta.flatten())
         laws = (p.probs, p.tokens, p.scores, verdict.law.probs, verdict.law.tokens)
+        # One vector, so that one transfer brings all that the host has to know; the laws stay on the GPU.
         return [torch.cat([part.double() for part in parts]), *(each for each in laws if each is not None)]
 
     def outcome(self, outputs: Sequence[Tensor]) -> Outcome | None:

@@ -208,7 +208,11 @@ class Grammars:
             raise ValueError(f"a JSON schema is an object, but here is {type(schema).__name__}.")
         if _depth(schema, self.limits.depth) > self.limits.depth:
             raise ValueError(f"the JSON schema is nested deeper than the {self.limits.depth} levels that are taken.")
-        return self._made("JSON schema", json_text(schema), _json_grammar)
+        return self._made(
+            "JSON schema",
+            json_text(schema),
+            lambda matcher, text: matcher.grammar_from_json_schema(text, defaults=WHITE),
+        )
 
     def json_object(self) -> Grammar:
         return self.json_schema({"type": "object"})
@@ -279,10 +283,6 @@ def _with_spaces(tokenizer: Any) -> str | None:
 
 WHITE = {"whitespace_pattern": " ?"}
 """At most one space: otherwise an uncertain model could write nothing but white space up to its limit."""
-
-
-def _json_grammar(matcher: Any, schema: str) -> str:
-    return matcher.grammar_from_json_schema(schema, defaults=WHITE)
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

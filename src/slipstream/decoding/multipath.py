@@ -96,7 +96,7 @@ class Order:
         """Make the order from p and q, ties by token id: choice and sums must break ties alike, or q* is wrong."""
         order = torch.where(q > 0, p / q, torch.inf).argsort(dim=-1, stable=True)
         sums = q.double().gather(-1, order).cumsum(-1)
-        sums = sums / sums[:, -1:]
+        sums = sums / sums[:, -1:]  # q in float32 sums to one up to rounding, which the powers would enlarge
         rank = torch.empty_like(order).scatter_(-1, order, torch.arange(q.shape[-1], device=q.device).expand_as(order))
         lower = torch.nn.functional.pad(sums, (1, 0))[:, :-1]
         return Order(rank, sums.gather(-1, rank), lower.gather(-1, rank))

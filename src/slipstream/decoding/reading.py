@@ -170,6 +170,8 @@ class PromptReader:
         for group in (group for group in done if not group.has_media):
             self._store.remember(places[id(group)], group.text, group.rows[0].request.cache_salt)
         twins = [(row, places[id(group)]) for group in done for row in group.rows[1:]]
+        # Rows can only be appended and removed. So copies for twins go behind all, and so do the texts that would
+        # otherwise stand before a row that runs now: each is copied behind, then removed from its old place.
         last = len(self.target.lengths) if twins else places[id(done[-1])]
         late = [group for group in self.groups if group not in done and places[id(group)] < last]
         moved = [places[id(group)] for group in late]

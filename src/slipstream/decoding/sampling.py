@@ -119,14 +119,10 @@ class Sampling(SamplingFields):
     @property
     def temperature_alone(self) -> float | None:
         """The temperature, if nothing else shapes the law (0 is greedy); None otherwise."""
-        if self.model_processors is not None or self.processors or self._cuts:
+        warped = any(getattr(self, name) != SAMPLING[name].default for name in WARPS)
+        if self.model_processors is not None or self.processors or (warped and not self.greedy):
             return None
         return None if self._penalties(0, torch.device("cpu")) else self.temperature
-
-    @property
-    def _cuts(self) -> bool:
-        own = self.model_processors is not None and self.model_processors.cuts(1)
-        return not self.greedy and bool(own or any(getattr(self, name) != SAMPLING[name].default for name in WARPS))
 
     def for_beams(self) -> Sampling:
         """Return these settings for beams that are sampled: what shapes the law becomes processors of its logarithm.

@@ -16,7 +16,7 @@ from slipstream.core.law import Faults
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import PREFILL_CHUNK, Context, Round, stopwatch
-from slipstream.decoding.accounting import count_round, share_time
+from slipstream.decoding.accounting import count_round
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.verification import Outcome
 
@@ -46,9 +46,8 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], 
         target.scrub()  # a NaN that stayed behind would pass the mask
     round = Round(context.rows, draft, verdict, tokens, accepted, tuple(possible), watch.laps, outcome.p)
     decoder.drafter.observe(round)
-    count_round(round)
     watch.end("rest")
-    share_time(round)
+    count_round(round)
     return round
 
 

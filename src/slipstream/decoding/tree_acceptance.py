@@ -178,6 +178,7 @@ class TreeWalk:
 
     def _beta(self, path: Tensor) -> Tensor:
         """Return sum min(p, q) along the path, the chance of ONE candidate as in the paper, without the tree's gain."""
+        # The first child of every node, the root in front: the candidate that a chain would have drafted there.
         first = [
             next((c for c, parent in enumerate(self.parents) if parent == node), 0)
             for node in range(-1, max(self.parents) + 1)

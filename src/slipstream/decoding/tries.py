@@ -117,6 +117,7 @@ class TrieCache:
         width = max(map(len, new))
         if isinstance(self.scorer, HasModel) and self.scorer.execution is not None:
             width = 1 << (width - 1).bit_length()  # a power of two, so that few compiled graphs are made
+        # Rows hold and get different numbers of prefixes; what a row lacks is masked, and its logits are cut away.
         count = int(held.max()) + width
         depths = torch.zeros(len(new), count, dtype=torch.long)
         seen = torch.zeros(len(new), width, count, dtype=torch.bool)

@@ -129,6 +129,15 @@ class ExpectedText:
             self.law = self.law.first(gamma) if gamma else None
             del self.shadow.tokens[self.base + gamma :]
 
+    def aim(self, gamma: int) -> None:
+        """Set the goal: as many tokens as in this round, if it has a draft, within the room that is left.
+
+        Nothing is drafted ahead with a grammar or a user's processors, which may be running for the target.
+        """
+        sampler = self.row.request.sampler
+        able = isinstance(sampler, Sampling) and not (sampler.grammar or sampler.processors)
+        self.goal = max(0, min(gamma, self.row.room - self.drafted - 2)) if self.drafted and able else 0
+
     def take(self, tokens: Sequence[int], law: Law) -> None:
         """Append drafted tokens, with the law (1, positions) that they were drawn from."""
         self.shadow.tokens += tokens
@@ -215,12 +224,12 @@ class AheadDrafter:
         ready = [text.ready for text in self._texts]
         lacking = [gamma - count for gamma, count in zip(gammas, ready, strict=True)]
         rng = Since(context.rng, tuple(text.base for text in self._texts))
-        fresh = self.model.propose(self._context(context, rng), lacking)
+        fresh = self._propose(context, rng, lacking)
         draft = self._joined(fresh, ready) if any(ready) else fresh
         for place, text in enumerate(self._texts):
             text.shadow.tokens += fresh.tokens[place, : fresh.lengths[place]].tolist()
             text.law, text.drafted = None, draft.lengths[place]
-            text.goal = _goal(text, gammas[place])
+            text.aim(gammas[place])
         if not self._fit([text.base + text.drafted + 1 + text.goal for text in self._texts]):
             for text in self._texts:
                 text.goal = 0
@@ -241,7 +250,7 @@ class AheadDrafter:
         lacking = [int(text.lacks_guess) for text in self._texts]
         rows = [context.rng.select([place]) for place in range(len(lacking))] if context.rng.coupled else []
         rng = RowByRow.of([each if each.coupled else LIKELIEST for each in rows]) if rows else LIKELIEST
-        guess = self._one_more(context, rng, lacking)
+        guess = self._propose(context, rng, lacking)
         for text, tokens, length in zip(self._texts, guess.tokens.tolist(), guess.lengths, strict=True):
             text.shadow.tokens += tokens[:length]
         return any(guess.lengths)
@@ -250,17 +259,14 @@ class AheadDrafter:
         """Draft one more token of the next round for all rows that lack one -> whether there were any."""
         lacking = [int(text.lacks_draft) for text in self._texts]
         rng = Since(context.rng, tuple(text.base + text.drafted + 1 for text in self._texts))
-        draft = self._one_more(context, rng, lacking)
+        draft = self._propose(context, rng, lacking)
         for place, (text, length) in enumerate(zip(self._texts, draft.lengths, strict=True)):
-            if length:
-                text.take(draft.tokens[place, :length].tolist(), _of_row(draft, place))
+            if length and draft.law is not None:
+                text.take(draft.tokens[place, :length].tolist(), draft.law.of_row(place))
         return any(draft.lengths)
 
-    def _one_more(self, context: Context, rng: Rng, lacking: Sequence[int]) -> Draft:
-        return self.model.propose(self._context(context, rng), lacking)
-
-    def _context(self, context: Context, rng: Rng) -> Context:
-        return replace(context, rows=tuple(text.shadow for text in self._texts), rng=rng)
+    def _propose(self, context: Context, rng: Rng, lacking: Sequence[int]) -> Draft:
+        return self.model.propose(replace(context, rows=tuple(text.shadow for text in self._texts), rng=rng), lacking)
 
     def _fit(self, lengths: Sequence[int]) -> bool:
         """Return whether texts of these lengths fit the model's context.
@@ -282,8 +288,8 @@ class AheadDrafter:
     def _law(self, text: ExpectedText, fresh: Draft, place: int) -> Law:
         """Return the law of a row's tokens; for a row without tokens, a placeholder law of the same kind."""
         pieces = [] if text.law is None else [text.law]
-        if fresh.lengths[place]:
-            pieces.append(_of_row(fresh, place).first(fresh.lengths[place]))
+        if fresh.law is not None and fresh.lengths[place]:
+            pieces.append(fresh.law.of_row(place).first(fresh.lengths[place]))
         if pieces:
             return Law.join(pieces, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.scorer.device)
@@ -307,19 +313,3 @@ def ahead_or_waiting(drafter: Drafter, target: Scorer | None, ahead: bool | None
     if not isinstance(drafter, ModelDrafter) or target is None or ahead is False:
         return drafter
     return AheadDrafter(drafter) if ahead or drafter.scorer.device != target.device else drafter
-
-
-def _goal(text: ExpectedText, gamma: int) -> int:
-    """Return how many tokens to draft ahead: as many as in this round, limited by the room left in the text.
-
-    It is 0 for rows without a draft, and for sampling with a grammar or a user's processors.
-    """
-    sampler = text.row.request.sampler
-    if not text.drafted or not isinstance(sampler, Sampling) or sampler.grammar or sampler.processors:
-        return 0
-    return max(0, min(gamma, text.row.room - text.drafted - 2))
-
-
-def _of_row(draft: Draft, place: int) -> Law:
-    assert draft.law is not None
-    return draft.law.select(torch.tensor([place], device=draft.law.device))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft, ScopedDraft, Tree, padded
@@ -81,7 +80,7 @@ class ChainDrafter:
         for row, start in zip(rows, self._follower.starts, strict=True):
             shadow = self._shadows.get(row)
             if shadow is None or shadow.start != start:
-                shadow = Shadow(row, start, _inside(row, start))
+                shadow = Shadow.of(row, start)
                 shadow.row.stats = row.stats.levels.setdefault(self.scorer.name, shadow.row.stats)
             shadow.reset()
             kept[row] = shadow
@@ -103,8 +102,7 @@ class ChainDrafter:
             made.append(ScopedDraft(scope, round.draft, tuple(range(len(rows))), p, round.verdict))
             left = [n - len(new) for n, new in zip(left, round.tokens, strict=True)]
             for place, new in enumerate(round.tokens):
-                here = torch.tensor([place], device=p.device)
-                laws[place].append(p.select(here).first(len(new)))
+                laws[place].append(p.of_row(place).first(len(new)))
         width = max(gammas)
         return made, Law.join([Law.join(each, 1).stretched(width) for each in laws], 0)
 
@@ -127,6 +125,14 @@ class Shadow:
     start: int
     row: Row
 
+    @staticmethod
+    def of(outer: Row, start: int) -> Shadow:
+        """Make the copy, which has no end of its own: the outer round decides where to cut."""
+        prompt = tuple(outer.readable[: len(outer.readable) - len(outer.output)][start:])
+        open_ended = replace(outer.request, max_new_tokens=ENDLESS, eos=frozenset(), stop=None)
+        request = replace(open_ended, prompt=prompt, media=None, rule=None, gamma=None)
+        return Shadow(outer, start, Row(request, outer.index, outer.readable[start:]))
+
     @property
     def origin(self) -> tuple[int, int]:
         """The length of the outer text, and the position at which the inner text begins in it."""
@@ -134,21 +140,6 @@ class Shadow:
 
     def reset(self) -> None:
         self.row.tokens[:] = self.outer.readable[self.start :]
-
-
-def _inside(row: Row, start: int) -> Row:
-    """Make the inner row, which has no end of its own: the outer round decides where to cut."""
-    request = replace(
-        row.request,
-        prompt=tuple(row.readable[: len(row.readable) - len(row.output)][start:]),
-        media=None,
-        max_new_tokens=ENDLESS,
-        eos=frozenset(),
-        stop=None,
-        rule=None,
-        gamma=None,
-    )
-    return Row(request, row.index, row.readable[start:])
 
 
 class _Fitted:

@@ -64,8 +64,7 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     laws = list[Law]()
     for row, owner in enumerate(owners):
         assert owner.law is not None
-        own = owner.law.select(torch.tensor([row], device=owner.law.device))
-        laws.append(own.to(device).stretched(tokens.shape[1]))
+        laws.append(owner.law.of_row(row).to(device).stretched(tokens.shape[1]))
     law = Law.join(laws, 0)
     return Draft(
         tokens,

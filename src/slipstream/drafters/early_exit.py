@@ -16,14 +16,11 @@ from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
-class ExitDrafter(SameRowsDrafter):
-    """Samples a chain from some layers of the target, on the rows of its cache."""
+def exit_drafter(target: HasModel, layers: int | Sequence[int]) -> SameRowsDrafter:
+    """Make the drafter that samples a chain from some layers of the target, on the rows of its cache.
 
-    def __init__(self, target: HasModel, layers: int | Sequence[int]) -> None:
-        """Make the drafter; `layers` is the number of first layers to run, or the numbers of layers, from 0.
-
-        Raises ValueError if the target has no such layers or cannot run with some of them.
-        """
-        count = len(find_layers(target.model, target.name)[1])
-        self.layers = kept_layers(layers, count)
-        super().__init__(part_of(target, self.layers))
+    `layers` is the number of first layers to run, or the numbers of layers, from 0. Raises ValueError if the target has
+    no such layers or cannot run with some of them.
+    """
+    count = len(find_layers(target.model, target.name)[1])
+    return SameRowsDrafter(part_of(target, kept_layers(layers, count)))

@@ -104,15 +104,6 @@ class FrequentTokens:
 
         Raises ValueError if there are no counts, or counts of another vocabulary.
         """
-        counts = self._counts(target, vocab, tokenizer)
-        size = self.size or max(1, counts.different)
-        if size >= vocab:
-            raise ValueError(f"draft_vocab={size} cuts nothing: {target} has {vocab} tokens; take fewer.")
-        kept = counts.most_frequent(size)
-        about = f"{counts.share(kept):.1%} of {counts.total} tokens that {counts.target} wrote in {counts.texts} texts"
-        return kept, f"the draft knows {size} of {vocab} tokens, which make up {about}."
-
-    def _counts(self, target: str, vocab: int, tokenizer: Any) -> TokenCounts:
         path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
         if self.file is None and not path.is_file():
             raise ValueError(
@@ -123,4 +114,9 @@ class FrequentTokens:
         other = bool(name and counts.tokenizer) and name != counts.tokenizer
         if other or len(counts.counts) != vocab:
             raise ValueError(f"{path} counts the tokens of {counts.target}, and {target} has others: count its own.")
-        return counts
+        size = self.size or max(1, counts.different)
+        if size >= vocab:
+            raise ValueError(f"draft_vocab={size} cuts nothing: {target} has {vocab} tokens; take fewer.")
+        kept = counts.most_frequent(size)
+        about = f"{counts.share(kept):.1%} of {counts.total} tokens that {counts.target} wrote in {counts.texts} texts"
+        return kept, f"the draft knows {size} of {vocab} tokens, which make up {about}."

@@ -29,7 +29,7 @@ from slipstream.drafters.datastore.drafter import (
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.index import Embedder
 from slipstream.drafters.datastore.memory import NamespaceLimits
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
@@ -184,7 +184,7 @@ def lookup(context: BuildContext, value: str, **options: Any) -> Drafter:
 
 @kind("exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`")
 def exit_layers(context: BuildContext, layers: str) -> Drafter:
-    return ExitDrafter(_own(context), read_layers(layers))
+    return exit_drafter(_own(context), read_layers(layers))
 
 
 @kind("quantized:PRECISION", "the target's own weights, as quantized:int4?group=64", **OWN_WEIGHTS)

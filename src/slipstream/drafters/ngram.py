@@ -44,8 +44,6 @@ class Ngram:
         return self.model.facts
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        if not max(gammas, default=0):
-            return Draft.empty(len(context.rows), torch.device("cpu"))
         texts = [row.tokens[-self.model.order :] for row in context.rows]
         states = [self.model.state(text) for text in texts]
 

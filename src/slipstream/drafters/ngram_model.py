@@ -235,6 +235,7 @@ def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams
         longer = longer[by_key]
         new = np.flatnonzero(np.diff(longer, prepend=-1))
         one = ends[by_key[new]]  # the end of one occurrence of each different n-gram
+        # Its last n - 1 tokens are an n-gram of the order below, which this one's first token stands before.
         before = np.bincount(ids[one], minlength=len(keys))[: len(keys)]
         yield _Grams(keys, np.where(first, counts, before), contexts)
         contexts = vocab + 1 if n == 2 else len(keys)

@@ -25,7 +25,8 @@ def offers(context: BuildContext, drafts: Sequence[str] = (), folder: Path = Pat
 
     Without names, yield all drafts that need no value, the n-gram files of `folder`, and the forms of the other kinds.
     """
-    for draft in drafts or _unnamed(folder):
+    ready = [name for name, kind in KINDS.items() if ":" not in kind.form and name != "plain"]
+    for draft in drafts or [*ready, *(f"ngram:{file}" for file in sorted(folder.glob("*.ngram")))]:
         yield tried(draft, context)
     if not drafts:
         for kind in KINDS.values():
@@ -52,9 +53,3 @@ def _about(draft: str) -> str:
     if isinstance(syntax, OneOf):
         return "a choice: the fastest so far" if syntax.measured else "a choice: for each text the first that can"
     return "a chain: each drafts for the next, the last for the target"
-
-
-def _unnamed(folder: Path) -> list[str]:
-    """List the drafts to try if the user names none: those without a value, and the n-gram files of a folder."""
-    ready = [name for name, kind in KINDS.items() if ":" not in kind.form and name != "plain"]
-    return [*ready, *(f"ngram:{file}" for file in sorted(folder.glob("*.ngram")))]

@@ -26,7 +26,7 @@ from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, succeeded
-from slipstream.drafters.early_exit import ExitDrafter
+from slipstream.drafters.early_exit import exit_drafter
 from slipstream.measure.racing import race, ratios
 from slipstream.models.layers import find_layers, part_of, spell
 from slipstream.theory import best_gamma, walltime_factor
@@ -189,7 +189,7 @@ def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers |
         rows = succeeded(plain(decoder, requests))
     else:
         assert isinstance(decoder.target, HasModel)
-        rows = succeeded(generate(replace(decoder, drafter=ExitDrafter(decoder.target, layers)), requests))
+        rows = succeeded(generate(replace(decoder, drafter=exit_drafter(decoder.target, layers)), requests))
     stats = reduce(add, [row.stats for row in rows], Stats())
     if not stats.tokens_per_second:
         raise ValueError("there is nothing to measure on: give at least one prompt that can be continued.")

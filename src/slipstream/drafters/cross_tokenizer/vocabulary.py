@@ -51,7 +51,9 @@ class Vocabulary:
         ids = {piece: number for number in reversed(order) if (piece := spelled[number])}
         spaced = next((number for piece, number in ids.items() if piece.startswith(b" ") and piece.strip()), None)
         strips = spaced is not None and not tokenizer.decode([spaced]).startswith(" ")
-        return Vocabulary(tokenizer, pieces, ids, special, _prefix(tokenizer), strips)
+        bare, full = (tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
+        before = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        return Vocabulary(tokenizer, pieces, ids, special, tuple(full[:before]), strips)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around it."""
@@ -126,12 +128,6 @@ def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
     if reading := reading_of(decoded):
         return {number: reading(name) for number, name in names.items()}
     return {number: decoded.piece(number) for number in names}
-
-
-def _prefix(tokenizer: Any) -> tuple[int, ...]:
-    """Find the tokens that the tokenizer puts before a text, such as a token for its beginning."""
-    bare, full = (tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
-    return tuple(full[: next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)])
 
 
 # ---- vocabularies and names -------------------------------------------------------------------------------------
