@@ -13,7 +13,8 @@ from slipstream.core.draft import Draft, Verdict
 from slipstream.core.law import Law
 from slipstream.core.round import Context
 from slipstream.decoding.acceptance import beta, residual, token
-from toys import Distribution, Script, enumerate_outcomes, row
+from toys.enumeration import Distribution, Script, enumerate_outcomes
+from toys.texts import row
 
 VOCAB = 4
 

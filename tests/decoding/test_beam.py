@@ -42,7 +42,9 @@ from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part
 from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
-from toys import FAMILIES, HF_VOCAB, SEQ2SEQ, dirichlet_table, rare, scorer, tiny
+from toys.families import FAMILIES, HF_VOCAB, SEQ2SEQ, tiny
+from toys.tables import dirichlet_table, scorer
+from toys.texts import rare
 
 TIE = 1e-4
 Found = list[tuple[tuple[int, ...], float]]

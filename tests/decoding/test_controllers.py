@@ -32,19 +32,10 @@ from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.choice import Ucb
 from slipstream.drafters.model import ModelDrafter
-from toys import (
-    EXACT,
-    PAIRS,
-    WRONG,
-    Altered,
-    Distribution,
-    enumerate_outcomes,
-    plain_law,
-    request,
-    row,
-    scorer,
-    total_variation,
-)
+from toys.drafts import Altered
+from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, plain_law, scorer
+from toys.texts import request, row
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "controllers.py"
 

@@ -34,24 +34,10 @@ from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.tables import Table
-from toys import (
-    EXACT,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    WRONG,
-    Altered,
-    Cycle,
-    Distribution,
-    Step,
-    enumerate_outcomes,
-    first_tokens,
-    plain_law,
-    rare,
-    request,
-    scorer,
-    total_variation,
-)
+from toys.drafts import Altered, first_tokens
+from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, VOCAB, Step, plain_law, scorer
+from toys.texts import SAMPLE, Cycle, rare, request
 
 PROMPT = (0, 2)
 COUNT = 3

@@ -27,7 +27,10 @@ from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
-from toys import FAMILIES, PAIRS, enumerate_outcomes, request, scorer, tiny, total_variation
+from toys.enumeration import enumerate_outcomes, total_variation
+from toys.families import FAMILIES, tiny
+from toys.tables import PAIRS, scorer
+from toys.texts import request
 
 BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "nan": (lambda ids, scores: scores * math.nan, "it returns NaN"),

@@ -27,20 +27,9 @@ from slipstream.drafters.known_first import Forced
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
-from toys import (
-    EXACT,
-    PAIRS,
-    VOCAB,
-    WRONG,
-    Cycle,
-    Script,
-    SharedScript,
-    enumerate_outcomes,
-    plain_law,
-    request,
-    scorer,
-    total_variation,
-)
+from toys.enumeration import EXACT, WRONG, Script, SharedScript, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.texts import Cycle, request
 
 EOS, PROMPT = 2, (0, 1)
 TEXTS = ("ab", "ba", "aab", "b")

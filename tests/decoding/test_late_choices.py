@@ -19,7 +19,8 @@ from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import TOKEN
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.tables import TableScorer
-from toys import EXACT, WRONG, Distribution, enumerate_outcomes, request, total_variation
+from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
+from toys.texts import request
 
 
 def counterexample(choose: Callable[[int], bool]) -> Distribution:

@@ -21,23 +21,11 @@ from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter, tree_parents
-from toys import (
-    EXACT,
-    GREEDY,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    WRONG,
-    Cycle,
-    Distribution,
-    enumerate_outcomes,
-    first_tokens,
-    plain_law,
-    rare,
-    request,
-    scorer,
-)
-from toys import total_variation as tv
+from toys.drafts import first_tokens
+from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes
+from toys.enumeration import total_variation as tv
+from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.texts import GREEDY, SAMPLE, Cycle, rare, request
 
 PROMPT = (0, 2)
 

@@ -32,7 +32,8 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.pairings import EMBEDDED
-from toys import rare, scorer
+from toys.tables import scorer
+from toys.texts import rare
 
 RIGHT, WRONG = 1e-4, 1e-6
 TOKENS, END, WIDTH, LIMIT = 5, 0, 2, 2

@@ -33,7 +33,9 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from toys import FAMILIES, PAIRS, request, row, scorer, tiny
+from toys.families import FAMILIES, tiny
+from toys.tables import PAIRS, scorer
+from toys.texts import request, row
 
 VOCAB = 11
 EOS = (3, 5)

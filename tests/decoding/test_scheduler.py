@@ -29,21 +29,10 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import TableScorer
-from toys import (
-    EXACT,
-    FAMILIES,
-    GREEDY,
-    PAIRS,
-    SAMPLE,
-    WRONG,
-    dirichlet_table,
-    enumerate_outcomes,
-    plain_law,
-    request,
-    scorer,
-    tiny,
-    total_variation,
-)
+from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
+from toys.families import FAMILIES, tiny
+from toys.tables import PAIRS, dirichlet_table, plain_law, scorer
+from toys.texts import GREEDY, SAMPLE, request
 
 TARGET, DRAFT = PAIRS["generic"]
 LENIENT = lenient(0.5)

@@ -25,20 +25,10 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import TableScorer
-from toys import (
-    FAMILIES,
-    GREEDY,
-    HF_VOCAB,
-    PAIRS,
-    SAMPLE,
-    Altered,
-    Cycle,
-    dirichlet_table,
-    request,
-    same_texts,
-    scorer,
-    tiny,
-)
+from toys.drafts import Altered, same_texts
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.tables import PAIRS, dirichlet_table, scorer
+from toys.texts import GREEDY, SAMPLE, Cycle, request
 
 V = 20
 

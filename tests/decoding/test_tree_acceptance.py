@@ -14,7 +14,7 @@ from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.tree import TreeDrafter, tree_parents
 from slipstream.models.causal import CausalScorer
-from toys import FAMILIES, tiny
+from toys.families import FAMILIES, tiny
 
 NAMES = ["llama", "mistral", "gemma2", "gpt2", "opt"]
 TEXTS = [[5, 9, 2, 33, 7, 60, 41, 3, 8], [11, 4], [17, 23, 42, 8, 1]]

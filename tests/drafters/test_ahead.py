@@ -26,23 +26,10 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.load import load
 from slipstream.models.tables import Table, TableScorer
 from slipstream.serve.drafts.build import How, build
-from toys import (
-    EXACT,
-    GREEDY,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    WRONG,
-    AtOnce,
-    Cycle,
-    NumberedScript,
-    SharedScript,
-    enumerate_outcomes,
-    plain_law,
-    request,
-    scorer,
-    total_variation,
-)
+from toys.drafts import AtOnce
+from toys.enumeration import EXACT, WRONG, NumberedScript, SharedScript, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.texts import GREEDY, SAMPLE, Cycle, request
 
 TARGET, DRAFT = PAIRS["generic"]
 SLOW = pytest.mark.slow

@@ -19,24 +19,10 @@ from slipstream.decoding.rules import BLOCK, MATCH, TOKEN, Rule
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from toys import (
-    EXACT,
-    GREEDY,
-    PAIRS,
-    SAMPLE,
-    WRONG,
-    Altered,
-    Cycle,
-    dirichlet_table,
-    enumerate_outcomes,
-    first_tokens,
-    flat,
-    plain_law,
-    request,
-    row,
-    scorer,
-    total_variation,
-)
+from toys.drafts import Altered, first_tokens, flat
+from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, dirichlet_table, plain_law, scorer
+from toys.texts import GREEDY, SAMPLE, Cycle, request, row
 
 THIRD, FOURTH = dirichlet_table(21), dirichlet_table(22)
 

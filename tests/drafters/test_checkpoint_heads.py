@@ -45,21 +45,10 @@ from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import tiny_config
 from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from slipstream.training.trainer import Checkpoint
-from toys import (
-    FAMILIES,
-    GREEDY,
-    HF_VOCAB,
-    SAMPLE,
-    Cycle,
-    company_changes_nothing,
-    propose,
-    request,
-    same_texts,
-    tiny,
-)
-from toys import (
-    row as row_of,
-)
+from toys.drafts import company_changes_nothing, propose, same_texts
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.texts import GREEDY, SAMPLE, Cycle, request
+from toys.texts import row as row_of
 
 FLOAT = 2e-5  # the laws are softmaxes in float32, of passes of other shapes
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 2], [7, 1, 8, 2, 8])

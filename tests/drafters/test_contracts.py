@@ -37,23 +37,11 @@ from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
 from slipstream.training.ahead import new_eagle3
-from toys import (
-    FAMILIES,
-    GREEDY,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    Altered,
-    AtOnce,
-    Cycle,
-    dirichlet_table,
-    first_tokens,
-    plain_law,
-    request,
-    scorer,
-    tiny,
-    total_variation,
-)
+from toys.drafts import Altered, AtOnce, first_tokens
+from toys.enumeration import total_variation
+from toys.families import FAMILIES, tiny
+from toys.tables import PAIRS, VOCAB, dirichlet_table, plain_law, scorer
+from toys.texts import GREEDY, SAMPLE, Cycle, request
 
 TARGET, DRAFT = PAIRS["zeros"]
 GRAMS = NgramModel.fit([[0, 2, 1, 1, 0, 2, 2, 0, 1, 2, 0, 2]], 3, VOCAB)

@@ -27,20 +27,10 @@ from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
 from slipstream.models.loading.load import load_model
-from toys import (
-    FAMILIES,
-    LLAMA,
-    PROBED,
-    SAMPLE,
-    Cycle,
-    Family,
-    dirichlet_table,
-    law_error,
-    ragged,
-    same_texts,
-    scorer,
-    tiny,
-)
+from toys.drafts import law_error, same_texts
+from toys.families import FAMILIES, LLAMA, PROBED, Family, tiny
+from toys.tables import dirichlet_table, scorer
+from toys.texts import SAMPLE, Cycle, ragged
 
 EVERY = {**FAMILIES, **PROBED}
 DEEP = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}

@@ -35,27 +35,11 @@ from slipstream.models.loading.load import load_scorer
 from slipstream.models.loading.twins import quantized_part
 from slipstream.models.tables import TableScorer
 from terminal import run
-from toys import (
-    FAMILIES,
-    GREEDY,
-    HF_VOCAB,
-    PROBED,
-    SAMPLE,
-    SEQ2SEQ,
-    WRONG,
-    Altered,
-    Cycle,
-    dirichlet_table,
-    law_error,
-    propose,
-    ragged,
-    rare,
-    request,
-    row,
-    text_law,
-    tiny,
-    total_variation,
-)
+from toys.drafts import Altered, law_error, propose, text_law
+from toys.enumeration import WRONG, total_variation
+from toys.families import FAMILIES, HF_VOCAB, PROBED, SEQ2SEQ, tiny
+from toys.tables import dirichlet_table
+from toys.texts import GREEDY, SAMPLE, Cycle, ragged, rare, request, row
 
 needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 FLOAT = 1e-5  # the laws are softmaxes in float32

@@ -28,16 +28,9 @@ from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Checkpoint, Progress
-from toys import (
-    FAMILIES,
-    GREEDY,
-    SAMPLE,
-    Cycle,
-    ragged,
-    request,
-    same_texts,
-    tiny,
-)
+from toys.drafts import same_texts
+from toys.families import FAMILIES, tiny
+from toys.texts import GREEDY, SAMPLE, Cycle, ragged, request
 
 FLOAT = 1e-5  # the laws are softmaxes in float32
 WIDTH = 32

@@ -25,31 +25,11 @@ from slipstream.decoding.generate import generate, rounds
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.suffix_automaton import DEPTH, SuffixAutomaton
 from slipstream.models.causal import CausalScorer
-from toys import (
-    EXACT,
-    FAMILIES,
-    GREEDY,
-    HF_VOCAB,
-    PAIRS,
-    VOCAB,
-    WRONG,
-    Altered,
-    Cycle,
-    dirichlet_table,
-    drafted,
-    enumerate_outcomes,
-    flat,
-    law_distance,
-    plain_law,
-    propose,
-    rare,
-    request,
-    row,
-    same_texts,
-    scorer,
-    tiny,
-    total_variation,
-)
+from toys.drafts import Altered, drafted, flat, law_distance, propose, same_texts
+from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.tables import PAIRS, VOCAB, dirichlet_table, plain_law, scorer
+from toys.texts import GREEDY, Cycle, rare, request, row
 
 TARGET = PAIRS["generic"][0]
 PROMPT = (0, 1, 2, 0, 1)  # the first round copies 2, 0, 1

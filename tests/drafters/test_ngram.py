@@ -34,28 +34,11 @@ from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import FALLBACK, NgramModel, OnlineCounts, Table, discounts
 from slipstream.files import TensorFileKind, save_tensors
 from slipstream.models.causal import CausalScorer
-from toys import (
-    EXACT,
-    FAMILIES,
-    GREEDY,
-    HF_VOCAB,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    WRONG,
-    Altered,
-    Cycle,
-    enumerate_outcomes,
-    law_distance,
-    plain_law,
-    propose,
-    rare,
-    request,
-    row,
-    scorer,
-    tiny,
-    total_variation,
-)
+from toys.drafts import Altered, law_distance, propose
+from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.texts import GREEDY, SAMPLE, Cycle, rare, request, row
 
 FLOAT = 1e-6  # tables are stored in float32
 TARGET = PAIRS["generic"][0]

@@ -14,7 +14,7 @@ from slipstream.drafters.ngram_model import NgramModel
 from slipstream.drafters.offers import Offer, offers, tried
 from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
-from toys import dirichlet_table, scorer
+from toys.tables import dirichlet_table, scorer
 
 SITE = BuildContext(scorer(dirichlet_table(1), "three"))
 

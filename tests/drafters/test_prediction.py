@@ -17,22 +17,10 @@ from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.prediction import Prediction
 from slipstream.drafters.tree import TreeDrafter
-from toys import (
-    EXACT,
-    GREEDY,
-    PAIRS,
-    VOCAB,
-    WRONG,
-    Altered,
-    Cycle,
-    drafted,
-    enumerate_outcomes,
-    flat,
-    plain_law,
-    request,
-    scorer,
-    total_variation,
-)
+from toys.drafts import Altered, drafted, flat
+from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.texts import GREEDY, Cycle, request
 
 PROMPT, PREDICTED = (0, 1), (2, 0, 1, 2)
 

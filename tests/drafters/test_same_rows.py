@@ -23,16 +23,10 @@ from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.twins import quantized_part
 from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
-from toys import (
-    FAMILIES,
-    GREEDY,
-    SAMPLE,
-    ragged,
-    rare,
-    same_texts,
-    scorer,
-    tiny,
-)
+from toys.drafts import same_texts
+from toys.families import FAMILIES, tiny
+from toys.tables import scorer
+from toys.texts import GREEDY, SAMPLE, ragged, rare
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 FLOAT = 1e-5  # the laws are softmaxes in float32

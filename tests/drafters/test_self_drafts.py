@@ -26,7 +26,10 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.twins import quantized_part
-from toys import FAMILIES, HF_VOCAB, WRONG, Altered, Cycle, company_changes_nothing, flat, law_error, ragged, tiny
+from toys.drafts import Altered, company_changes_nothing, flat, law_error
+from toys.enumeration import WRONG
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.texts import Cycle, ragged
 
 FLOAT = 2e-5  # the laws are softmaxes in float32
 

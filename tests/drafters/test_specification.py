@@ -21,7 +21,7 @@ from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.packing import lowest_bits
 from slipstream.measure.environment import scorers
 from slipstream.models.loading.pairings import EMBEDDED
-from toys import dirichlet_table, scorer
+from toys.tables import dirichlet_table, scorer
 
 TARGET = scorer(dirichlet_table(1), "target")
 

@@ -34,7 +34,7 @@ from slipstream.training.saving import REPORT, Distilled, check_draft_folder, sa
 from slipstream.training.students import Size, new_student, parameters, size_for, student_config
 from slipstream.training.trainer import Progress, Steps
 from slipstream.training.writing import WrittenTexts, openings
-from toys import FAMILIES, tiny
+from toys.families import FAMILIES, tiny
 
 COSTS = DraftCosts(0.1, (1.0, 1.1, 1.2))
 

@@ -17,7 +17,9 @@ from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
 from tongues import TEXT, tongue, toy
-from toys import FAMILIES, GREEDY, SAMPLE, dirichlet_table, row, scorer, tiny
+from toys.families import FAMILIES, tiny
+from toys.tables import dirichlet_table, scorer
+from toys.texts import GREEDY, SAMPLE, row
 
 KINDS = {"intersection": TokenIntersection, "strings": StringMatch}
 

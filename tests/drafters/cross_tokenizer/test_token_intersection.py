@@ -28,25 +28,11 @@ from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabul
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table
 from tongues import TEXT, tongue, toy
-from toys import (
-    EXACT,
-    FAMILIES,
-    GREEDY,
-    SAMPLE,
-    WRONG,
-    Altered,
-    Cycle,
-    Distribution,
-    dirichlet_table,
-    enumerate_outcomes,
-    plain_law,
-    request,
-    same_texts,
-    scorer,
-    some,
-    tiny,
-    total_variation,
-)
+from toys.drafts import Altered, same_texts
+from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
+from toys.families import FAMILIES, tiny
+from toys.tables import dirichlet_table, plain_law, scorer, some
+from toys.texts import GREEDY, SAMPLE, Cycle, request
 
 METHODS = {"intersection": TokenIntersection, "strings": StringMatch}
 every_method = pytest.mark.parametrize("method", METHODS)

@@ -25,26 +25,11 @@ from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings, 
 from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
 from slipstream.models.causal import CausalScorer
-from toys import (
-    EXACT,
-    FAMILIES,
-    GREEDY,
-    HF_VOCAB,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    WRONG,
-    Altered,
-    dirichlet_table,
-    drafted,
-    flat,
-    law_distance,
-    propose,
-    request,
-    row,
-    scorer,
-    tiny,
-)
+from toys.drafts import Altered, drafted, flat, law_distance, propose
+from toys.enumeration import EXACT, WRONG
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.tables import PAIRS, VOCAB, dirichlet_table, scorer
+from toys.texts import GREEDY, SAMPLE, request, row
 
 WORDS = 50
 ALONE = DatastoreSettings(own=False)

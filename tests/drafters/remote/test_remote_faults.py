@@ -34,7 +34,8 @@ from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameType, encode
 from slipstream.drafters.remote.hello import Refused, VocabularySketch
 from slipstream.drafters.remote.link import DraftConnection
-from toys import GREEDY, PAIRS, SAMPLE, VOCAB, request, scorer
+from toys.tables import PAIRS, VOCAB, scorer
+from toys.texts import GREEDY, SAMPLE, request
 
 TARGET, DRAFT = PAIRS["same"]  # every guess is right, so that what is spoilt would be missed
 LENGTH = 18

@@ -33,22 +33,10 @@ from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.link import Link
 from slipstream.drafters.remote.messages import AskRow, DraftRow, SentLaw
 from slipstream.models.tables import Table
-from toys import (
-    EXACT,
-    PAIRS,
-    SAMPLE,
-    VOCAB,
-    WRONG,
-    Cycle,
-    Script,
-    SharedScript,
-    enumerate_outcomes,
-    first_tokens,
-    plain_law,
-    request,
-    scorer,
-    total_variation,
-)
+from toys.drafts import first_tokens
+from toys.enumeration import EXACT, WRONG, Script, SharedScript, enumerate_outcomes, total_variation
+from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.texts import SAMPLE, Cycle, request
 
 PROMPT, COUNT = (0, 2), 3
 SLOW = pytest.mark.slow

@@ -39,7 +39,9 @@ from slipstream.models.tables import TableScorer
 from slipstream.serve.drafts.build import How, build
 from slipstream.serve.drafts.rows import DraftRows, Served
 from slipstream.serve.drafts.server import tls_context
-from toys import FAMILIES, GREEDY, HF_VOCAB, PAIRS, SAMPLE, VOCAB, request, scorer, tiny
+from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.tables import PAIRS, VOCAB, scorer
+from toys.texts import GREEDY, SAMPLE, request
 
 TARGET, DRAFT = PAIRS["generic"]
 

@@ -1,0 +1,148 @@
+"""Drafts for some rows, drafters that are changed, and the law of the texts that they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slipstream.core.draft import Draft
+from slipstream.core.draws import Rng, draw
+from slipstream.core.law import Law
+from slipstream.core.protocols import Drafter
+from slipstream.core.request import Request, Row, Sampler
+from slipstream.core.round import Context, Round
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.decoding.rules import Rule
+from slipstream.decoding.sampling import Sampling
+from slipstream.models.tables import Table
+from toys.enumeration import Distribution, Script, enumerate_outcomes, total_variation
+from toys.families import HF_VOCAB
+from toys.tables import VOCAB, plain_law, scorer
+from toys.texts import SAMPLE, Cycle, ragged, request
+
+
+@dataclass(frozen=True)
+class Altered:
+    """A drafter that changes the drafts of another one."""
+
+    inner: Drafter
+    change: Callable[[Draft], Draft]
+
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The changed draft."""
+        return self.change(self.inner.propose(context, gammas))
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.inner.observe(round)
+
+
+def propose(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> Draft:
+    """One draft for some rows."""
+    return drafter.propose(Context(tuple(rows), draw), gammas)
+
+
+def drafted(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> list[list[int]]:
+    """The drafted tokens of each row, without padding."""
+    draft = propose(drafter, rows, gammas)
+    return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+
+
+def same_texts(decoder: Decoder, requests: Sequence[Request]) -> list[Row]:
+    """The rows of these requests, whose texts have to be those of plain decoding."""
+    rows, expected = generate(decoder, requests), plain(decoder, requests)
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    return rows
+
+
+def company_changes_nothing(alone: Decoder, requests: Sequence[Request] | None = None) -> None:
+    """Texts are the same in batches of 2 and 3; some end at an EOS, also inside an accepted draft."""
+    if requests is None:
+        ends = frozenset(range(0, HF_VOCAB, 4))
+        requests = [replace(one, eos=ends, max_new_tokens=5 + 6 * one.key) for one in ragged(SAMPLE)]
+    single = [row.tokens for row in generate(alone, requests)]
+    for size in (2, 3):
+        together = generate(replace(alone, batch_size=size), requests)
+        assert [row.tokens for row in together] == single
+        assert any(row.finish_reason == "stop" for row in together)
+
+
+def first_tokens(
+    make: Callable[[Rng], Decoder],
+    prompt: Sequence[int],
+    count: int,
+    limit: int,
+    sampler: Sampler = SAMPLE,
+    script_of: type[Script] = Script,
+) -> Distribution:
+    """The joint law of the first `count` tokens of a text of `limit`; every branch has a decoder of its own."""
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        stream = rounds(make(rng), [request(prompt, limit, sampler)])
+        row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
+        return tuple(row.output[:count])
+
+    return enumerate_outcomes(run, 300_000, script_of)
+
+
+def law_distance(
+    target: Table,
+    make: Callable[[], Drafter],
+    rule: Rule,
+    gammas: tuple[int, ...],
+    prompt: Sequence[int],
+    count: int = 3,
+    sampler: Sampling = SAMPLE,
+) -> float:
+    """The distance of the law of the first `count` tokens from the target's, at the sampler's temperature."""
+
+    def decoder(rng: Rng) -> Decoder:
+        return Decoder(scorer(target), make(), rule.verify, Cycle(gammas), rng=rng)
+
+    def step(prefix: tuple[int, ...]) -> list[float]:
+        weights = [chance ** (1 / sampler.temperature) for chance in target(prefix)]
+        return [weight / sum(weights) for weight in weights]
+
+    law = first_tokens(decoder, prompt, count, count + 1, sampler)
+    return total_variation(law, plain_law(step, prompt, count))
+
+
+def text_law(
+    decoder: Decoder, count: int = 3, prompt: Sequence[int] = (0, 2), sampler: Sampler = SAMPLE
+) -> Distribution:
+    """All texts and their chances, by running the whole loop for every sequence of draws."""
+    one = [request(prompt, count, sampler)]
+    return enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
+
+
+def law_error(decoder: Decoder, count: int = 3, prompt: Sequence[int] = (0, 2)) -> float:
+    """The distance between the law of whole texts and that of the target's model, by enumeration of all draws."""
+    model = decoder.target.model  # type: ignore[attr-defined]
+
+    @torch.inference_mode()
+    def step(prefix: tuple[int, ...]) -> list[float]:
+        found: list[float] = model(torch.tensor([prefix]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+        return found
+
+    return total_variation(text_law(decoder, count, prompt), plain_law(step, prompt, count))
+
+
+def flat(draft: Draft) -> Draft:
+    """A fault of drafters on three tokens: the same draft, said to be drawn evenly."""
+    even = torch.full((*draft.tokens.shape, VOCAB), 1 / VOCAB, dtype=torch.float64)
+    return draft if draft.law is None else replace(draft, law=Law(probs=even))
+
+
+class AtOnce(Executor):
+    """An executor that has done everything when it is asked."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The result is there."""
+        done = Future[Any]()
+        done.set_result(function(*args, **kwargs))
+        return done
