@@ -15,8 +15,6 @@ from slipstream.core.draws import Key, Rng
 from slipstream.core.law import Law
 
 Outcome = Any
-
-
 Distribution = dict[Outcome, float]
 
 
@@ -161,6 +159,4 @@ def total_variation(left: Distribution, right: Distribution) -> float:
 
 
 EXACT = 1e-12
-
-
 WRONG = 1e-3  # a control that is off by less would be a weak one

@@ -10,10 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 HF_VOCAB = 101
-
-
 WINDOW = 7  # smaller than the texts of the tests, so that it matters
-
 
 # The names under which families know their sizes.
 LLAMA = {
@@ -30,7 +27,6 @@ LLAMA = {
     "eos_token_id": None,
 }
 
-
 GPT = {
     "vocab_size": HF_VOCAB,
     "n_embd": 32,
@@ -43,10 +39,7 @@ GPT = {
     "eos_token_id": None,
 }
 
-
 MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-
-
 MIXED = ["sliding_attention", "full_attention"]
 
 
@@ -93,7 +86,6 @@ FAMILIES: dict[str, Family] = {
 }
 """The families that are accepted without a probe."""
 
-
 PROBED: dict[str, Family] = {
     "stablelm": _llama("StableLmConfig"),
     "gemma": _llama("GemmaConfig", head_dim=8),
@@ -128,7 +120,6 @@ PROBED: dict[str, Family] = {
 }
 """Families that `probe` decides about."""
 
-
 T5 = {
     "vocab_size": HF_VOCAB,
     "d_model": 32,
@@ -144,7 +135,6 @@ T5 = {
     "pad_token_id": 0,
     "eos_token_id": None,
 }
-
 
 BART = {
     "vocab_size": HF_VOCAB,
@@ -165,14 +155,12 @@ BART = {
     "forced_eos_token_id": None,
 }
 
-
 WHISPER = {
     **{name: size for name, size in BART.items() if name not in {"max_position_embeddings", "forced_eos_token_id"}},
     "max_target_positions": 128,
     "max_source_positions": 20,
     "num_mel_bins": 8,
 }
-
 
 SEQ2SEQ: dict[str, Family] = {
     "t5": Family("T5Config", T5, {"tie_word_embeddings": True}),

@@ -13,8 +13,6 @@ from slipstream.core.round import Round
 from slipstream.decoding.sampling import Sampling
 
 SAMPLE = Sampling(temperature=1.0)
-
-
 GREEDY = Sampling()
 
 
