@@ -24,7 +24,7 @@ from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import DrawnBy, Key, draw, draw_coupled
 from slipstream.core.law import Law, total_variation
 from slipstream.core.protocols import Drafter, Scorer
-from slipstream.core.request import Prefixes, Row
+from slipstream.core.request import Prefixes, Request, Row
 from slipstream.core.round import Context, Round
 from slipstream.decoding import acceptance, verification
 from slipstream.decoding import speculate as decoding
@@ -478,7 +478,7 @@ def test_penalties_that_do_not_move_inside_the_block_are_caught(monkeypatch: pyt
 def test_a_text_that_goes_on_after_its_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
         row.tokens += tokens
-        row.finish_reason = decoding.finish_reason_of(row, row.tokens[-1])
+        row.finish_reason = row.request.finish_reason(row.tokens, row.room)
         return tuple(tokens)
 
     monkeypatch.setattr(decoding, "emit", blind)
@@ -487,11 +487,11 @@ def test_a_text_that_goes_on_after_its_end_is_caught(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({1})])
 def test_a_text_that_ends_too_early_is_caught(monkeypatch: pytest.MonkeyPatch, eos: frozenset[int]) -> None:
-    def hasty(row: Row, new: int) -> str | None:
-        return "stop" if new in row.request.eos else "length" if row.room <= 1 else None
+    def hasty(request: Request, tokens: list[int], room: int) -> str | None:
+        return "stop" if tokens[-1] in request.eos else "length" if room <= 1 else None
 
     assert not failed(run(engine(eos=eos), samples=64, max_new_tokens=4))
-    monkeypatch.setattr(decoding, "finish_reason_of", hasty)
+    monkeypatch.setattr(Request, "finish_reason", hasty)
     assert "endings" in failed(run(engine(eos=eos), samples=64, max_new_tokens=4))
 
 

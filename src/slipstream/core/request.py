@@ -109,6 +109,17 @@ class Request:
     beams: Beams | None = None
     prompt_logprobs: int | None = None
 
+    def finish_reason(self, tokens: list[int], room: int) -> str | None:
+        """Return the reason for which plain decoding would end a text with these tokens; None if it goes on.
+
+        `room` is the number of tokens that may still be emitted.
+        """
+        if tokens[-1] in self.eos:
+            return "stop"
+        if self.stop and (reason := self.stop(tokens)):
+            return reason
+        return "length" if room <= 0 else None
+
 
 @dataclass(eq=False)
 class Row:

@@ -109,7 +109,8 @@ class BeamSearch:
         for rank, (score, prefix, token) in enumerate(
             best_continuations(self.live, self._keep, lambda prefix: prefix.best)
         ):
-            reason = self._finish_reason(prefix, token, length)
+            text = [*self.request.prompt, *prefix.tokens, token]
+            reason = self.request.finish_reason(text, self.limit - length)
             if reason is None:
                 going.append(Beam(prefix.child(token), score))
             elif rank < width and open_:  # lower ranks are candidates only so that enough beams stay live
@@ -119,13 +120,6 @@ class BeamSearch:
                 del self.finished[width:]
         self.live = best_beams(going, width) or self.live
         self._end_if_over(length, bool(going))
-
-    def _finish_reason(self, prefix: Prefix, token: int, length: int) -> str | None:
-        if token in self.request.eos:
-            return "stop"
-        if self.request.stop and (reason := self.request.stop([*self.request.prompt, *prefix.tokens, token])):
-            return reason
-        return "length" if length >= self.limit else None
 
     def _end_if_over(self, length: int, going: bool) -> None:
         """End the search after a step of outputs of this length if nothing better can be found."""

@@ -89,19 +89,9 @@ def emit(row: Row, tokens: Sequence[int]) -> tuple[int, ...]:
     """Append tokens to the row until one of them ends it -> the appended tokens."""
     for count, new in enumerate(tokens, 1):
         row.tokens.append(new)
-        row.finish_reason = finish_reason_of(row, new)
+        row.finish_reason = row.request.finish_reason(row.tokens, row.room)
         if row.finish_reason:
             row.error = None  # the row ends before the fault
             return tuple(tokens[:count])
     row.finish_reason = "error" if row.error else None
     return tuple(tokens)
-
-
-def finish_reason_of(row: Row, new: int) -> str | None:
-    """Return the reason for which plain decoding would end the row after its last token, `new`; None if it goes on."""
-    request = row.request
-    if new in request.eos:
-        return "stop"
-    if request.stop and (reason := request.stop(row.tokens)):
-        return reason
-    return "length" if row.room <= 0 else None
