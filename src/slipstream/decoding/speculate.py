@@ -36,15 +36,14 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], 
     logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
     watch.lap("target")
     outcome = decoder.verification(decoder.verifier, context, logits, draft, target.name)
-    verdict, faults = outcome.verdict, outcome.faults
     watch.lap("accept")
-    if verdict.path is not None:
-        target.keep([len(row.tokens) for row in running], accepted_paths(verdict))
-    tokens, accepted = _commit(running, draft, outcome, {} if decoder.inside else faults)
+    if outcome.verdict.path is not None:
+        target.keep([len(row.tokens) for row in running], accepted_paths(outcome.verdict))
+    tokens, accepted = _commit(running, draft, outcome, {} if decoder.inside else outcome.faults)
     target.rollback([len(row.tokens) - 1 for row in running])
-    if faults:
+    if outcome.faults:
         target.scrub()  # a NaN that stayed behind would pass the mask
-    round = Round(context.rows, draft, verdict, tokens, accepted, tuple(possible), watch.laps, outcome.p)
+    round = Round(context.rows, draft, outcome.verdict, tokens, accepted, tuple(possible), watch.laps, outcome.p)
     decoder.drafter.observe(round)
     watch.end("rest")
     count_round(round)

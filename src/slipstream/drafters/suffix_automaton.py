@@ -80,7 +80,7 @@ class SuffixAutomaton:
         old, length = self.followers[state][token], self._longest[state] + 1
         if self._longest[old] == length:
             return old
-        # `old` also holds longer strings, which end at fewer places from now on: the shorter ones get a state of their own.
+        # `old` also holds longer strings, which end at fewer places from now on: the shorter ones get their own state.
         clone = self._add(length, self.links[old], dict(self.followers[old]), self._recent[old])
         self.links[old] = clone
         while state >= 0 and self.followers[state].get(token) == old:
