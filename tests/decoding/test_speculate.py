@@ -345,13 +345,6 @@ def test_no_text_of_a_model_depends_on_its_batch(temperature: float) -> None:
     assert [len(output) for output in outputs[0]] == [6, 13, 20, 6, 13, 20]
 
 
-def test_greedy_and_sampled_requests_may_be_mixed() -> None:
-    samplers = [GREEDY, SAMPLE, SAMPLE, GREEDY, Sampling(temperature=0.5)]
-    requests = [request([key % 3, 1], 6, sampler, key=key) for key, sampler in enumerate(samplers)]
-    alone = [single(pair(), one).output for one in requests]
-    assert [row.output for row in generate(pair(), requests)] == alone
-
-
 def test_no_requests_give_no_rows() -> None:
     assert generate(pair(), []) == []
 

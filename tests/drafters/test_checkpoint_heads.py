@@ -19,8 +19,6 @@ from transformers.cache_utils import DFlashCache, MtpCache
 
 from scripted import Unfused, repeat
 from slipstream.cache.prefixes import PrefixCache
-from slipstream.core.draft import Draft
-from slipstream.core.round import Context, Round
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
@@ -45,7 +43,7 @@ from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import tiny_config
 from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from slipstream.training.trainer import Checkpoint
-from toys.drafts import company_changes_nothing, propose, same_texts
+from toys.drafts import Checked, company_changes_nothing, propose, same_texts
 from toys.families import FAMILIES, HF_VOCAB, tiny
 from toys.texts import GREEDY, SAMPLE, Cycle, request
 from toys.texts import row as row_of
@@ -174,37 +172,18 @@ def defined(head: Any, model: PreTrainedModel, text: list[int], drafted: list[in
     return laws
 
 
-class Checked:
-    """Compares every law that is drafted from with its definition, by fresh passes over the whole text."""
-
-    def __init__(self, drafter: HeadDrafter, model: PreTrainedModel, head: Any = None) -> None:
-        self.drafter, self.model, self.positions = drafter, model, 0
-        self.head = head or drafter.head
-
-    @torch.inference_mode()
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The same draft, its laws checked."""
-        draft = self.drafter.propose(context, gammas)
-        for place, row in enumerate(context.rows):
-            drafted = draft.tokens[place, : draft.lengths[place]].tolist()
-            for i, law in enumerate(defined(self.head, self.model, list(row.tokens), drafted)):
-                assert draft.law is not None
-                torch.testing.assert_close(draft.law.dense[place, i], law, rtol=0, atol=FLOAT)
-                self.positions += 1
-        return draft
-
-    def observe(self, round: Round) -> None:
-        """Passed on."""
-        self.drafter.observe(round)
+def checked(drafter: HeadDrafter, model: PreTrainedModel, head: Any = None) -> Checked:
+    """The drafter, its laws compared with their definition, by fresh passes over the whole text."""
+    return Checked(drafter, lambda text, drafted: defined(head or drafter.head, model, text, drafted))
 
 
 @kinds
 def test_every_law_is_the_defined_one(kind: str, folder: Path) -> None:
     """While rows come, go and accept different numbers of tokens, beyond the number of heads."""
     target, drafter = made(kind, folder)
-    checked = Checked(drafter, target.model)
-    rows = generate(Decoder(target, checked, controller=Cycle((4, 2, 0)), batch_size=2), requests(SAMPLE))
-    assert checked.positions > 30
+    watched = checked(drafter, target.model)
+    rows = generate(Decoder(target, watched, controller=Cycle((4, 2, 0)), batch_size=2), requests(SAMPLE))
+    assert watched.positions > 30
     assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
 
 
@@ -225,9 +204,9 @@ class Late:
 
 def test_control_states_of_another_token_are_caught() -> None:
     target, head = CausalScorer(llama()), eagle(llama())
-    checked = Checked(HeadDrafter(target, Late(head), "late"), target.model, head)
+    watched = checked(HeadDrafter(target, Late(head), "late"), target.model, head)
     with pytest.raises(AssertionError, match="not close"):
-        generate(Decoder(target, checked, controller=Fixed(3)), requests(SAMPLE))
+        generate(Decoder(target, watched, controller=Fixed(3)), requests(SAMPLE))
 
 
 def test_heads_draft_as_transformers_own(folder: Path) -> None:
@@ -247,8 +226,8 @@ def test_states_of_known_beginnings_come_from_the_prefix_cache(kind: str, folder
     """With the target's keys; and prompts are read in pieces, two equal ones once."""
     target, drafter = made(kind, folder)
     prompt = (PROMPTS[0] * 8)[:60]
-    checked, prefixes = Checked(drafter, target.model), PrefixCache(10**8)
-    decoder = Decoder(target, checked, controller=Fixed(3), batch_size=2)
+    watched, prefixes = checked(drafter, target.model), PrefixCache(10**8)
+    decoder = Decoder(target, watched, controller=Fixed(3), batch_size=2)
     scheduler = Scheduler(decoder, prefill_chunk=7, prefix_cache=prefixes)
     texts = [request(prompt, 4, key=0), request([*prompt[:40], 5, 6], 5, key=1), request(prompt, 3, key=2)]
     rows = []
@@ -257,15 +236,15 @@ def test_states_of_known_beginnings_come_from_the_prefix_cache(kind: str, folder
         while scheduler.busy:
             scheduler.step()
     assert [row.stats.cached for row in rows] == [0, 59, 32, 48, 48]
-    assert checked.positions > 10
+    assert watched.positions > 10
 
 
 def test_texts_longer_than_a_prefill_pass() -> None:
     model = tiny(FAMILIES["llama"], num_hidden_layers=4, max_position_embeddings=1024).requires_grad_(False)
     target = CausalScorer(model)
-    checked = Checked(HeadDrafter(target, eagle(model), "eagle3"), model)
-    generate(Decoder(target, checked, controller=Fixed(2)), [request((PROMPTS[0] * 80)[:570], 4), request([4, 5], 4)])
-    assert checked.positions > 4
+    watched = checked(HeadDrafter(target, eagle(model), "eagle3"), model)
+    generate(Decoder(target, watched, controller=Fixed(2)), [request((PROMPTS[0] * 80)[:570], 4), request([4, 5], 4)])
+    assert watched.positions > 4
 
 
 def test_tokens_that_the_draft_does_not_know_have_no_chance() -> None:
@@ -379,48 +358,29 @@ def block_draft(model: PreTrainedModel, window: int = 9, spread: float = 0.3) ->
     return AutoModel.from_config(config).eval()
 
 
-class CheckedBlocks:
-    """Compares every law with that of a fresh call of transformers' class on the whole text."""
-
-    def __init__(self, drafter: DFlashDrafter, model: PreTrainedModel, net: Any) -> None:
-        self.drafter, self.model, self.net, self.positions = drafter, model, net, 0
-
-    @torch.inference_mode()
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The same draft, its laws checked."""
-        draft = self.drafter.propose(context, gammas)
-        for place, row in enumerate(context.rows):
-            if count := draft.lengths[place]:
-                assert draft.law is not None
-                laws = self.laws(torch.tensor([row.tokens]))[0, :count]
-                torch.testing.assert_close(draft.law.dense[place, :count], laws, rtol=0, atol=FLOAT)
-                self.positions += count
-        return draft
-
-    def laws(self, texts: Tensor) -> Tensor:
-        """(rows, 4, vocab) behind texts (rows, n), as in transformers' candidate generator."""
-        rows, count = texts.shape
-        states = states_of(self.model, texts[:, :-1], [layer + 1 for layer in self.net.config.target_layer_ids])
-        cache = DFlashCache(config=self.net.config)
-        cache.set_previous_accepted_tokens(count - 1)
-        noise = torch.full((rows, 5), self.net.config.mask_token_id)
-        noise[:, 0] = texts[:, -1]
-        embeds, places = self.model.get_input_embeddings()(noise), torch.arange(count + 4)[None]
-        inputs = {"noise_embeds": embeds, "context_hidden_states": states, "position_ids": places}
-        out = with_cache(self.net)(cache, **inputs, attention_mask=None)
-        return self.model.lm_head(out.last_hidden_state[:, 1:]).softmax(-1)
-
-    def observe(self, round: Round) -> None:
-        """Passed on."""
-        self.drafter.observe(round)
+def block_laws(model: PreTrainedModel, net: Any, texts: Tensor) -> Tensor:
+    """Laws (rows, 4, vocab) behind texts (rows, n), as in transformers' candidate generator."""
+    rows, count = texts.shape
+    states = states_of(model, texts[:, :-1], [layer + 1 for layer in net.config.target_layer_ids])
+    cache = DFlashCache(config=net.config)
+    cache.set_previous_accepted_tokens(count - 1)
+    noise = torch.full((rows, 5), net.config.mask_token_id)
+    noise[:, 0] = texts[:, -1]
+    embeds, places = model.get_input_embeddings()(noise), torch.arange(count + 4)[None]
+    inputs = {"noise_embeds": embeds, "context_hidden_states": states, "position_ids": places}
+    out = with_cache(net)(cache, **inputs, attention_mask=None)
+    return model.lm_head(out.last_hidden_state[:, 1:]).softmax(-1)
 
 
 def test_a_block_is_drafted_as_by_transformers() -> None:
     """In ragged batches, behind any number of accepted tokens."""
     target, net = CausalScorer(llama()), block_draft(llama(), 40)
-    checked = CheckedBlocks(DFlashDrafter(target, net, "dflash"), target.model, net)
-    rows = generate(Decoder(target, checked, controller=Cycle((4, 2, 0)), batch_size=2), requests(SAMPLE))
-    assert checked.positions > 30
+    drafter = Checked(
+        DFlashDrafter(target, net, "dflash"),
+        lambda text, drafted: block_laws(target.model, net, torch.tensor([text]))[0, : len(drafted)],
+    )
+    rows = generate(Decoder(target, drafter, controller=Cycle((4, 2, 0)), batch_size=2), requests(SAMPLE))
+    assert drafter.positions > 30
     assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
 
 
@@ -437,11 +397,11 @@ def test_texts_drafted_in_blocks_are_the_target_s() -> None:
 def test_a_trained_block_is_accepted_far_more_often_than_a_shuffled_one(tmp_path: Path) -> None:
     target, net = CausalScorer(learned()), block_draft(learned(), 64, 0.1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=6e-3)
-    checked, rng = CheckedBlocks(DFlashDrafter(target, net, "dflash"), learned(), net), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for _ in range(120):
         count = int(rng.integers(6, 36))
         texts = torch.tensor(np.stack([TEXT[start : start + count + 4] for start in range(13)]))
-        likely = checked.laws(texts[:, :count]).gather(-1, texts[:, count:, None])
+        likely = block_laws(learned(), net, texts[:, :count]).gather(-1, texts[:, count:, None])
         loss = -likely.clamp(min=1e-9).log().mean()
         optimizer.zero_grad()
         loss.backward()

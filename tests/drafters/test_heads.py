@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.protocols import Shape
@@ -28,7 +29,7 @@ from slipstream.execution.inductor import Compiled
 from slipstream.models.causal import CausalScorer
 from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Checkpoint, Progress
-from toys.drafts import same_texts
+from toys.drafts import Checked, same_texts
 from toys.families import FAMILIES, tiny
 from toys.texts import GREEDY, SAMPLE, Cycle, ragged, request
 
@@ -52,54 +53,40 @@ def some_heads(heads: int = 3, pending: bool = True, width: int = WIDTH, seed: i
 # ---- what the heads see -------------------------------------------------------------------------------------------
 
 
-class Checked:
-    """Compares every law that is drafted from with the definition, made from a fresh forward of the whole text."""
+def checked(drafter: HeadsDrafter) -> Checked:
+    """The drafter, its laws compared with those made from a fresh forward of the whole text."""
+    model, heads = drafter.scorer.model, drafter.heads
 
-    def __init__(self, drafter: HeadsDrafter) -> None:
-        self.drafter, self.positions = drafter, 0
+    def laws(text: list[int], drafted: list[int]) -> Tensor:
+        states = model.model(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[:, -1]
+        pending = model.get_input_embeddings()(torch.tensor(text[-1:]))
+        return model.lm_head(heads(states, pending)[0, : len(drafted)]).softmax(-1)
 
-    @torch.inference_mode()
-    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The same draft, its laws checked."""
-        draft = self.drafter.propose(context, gammas)
-        model, heads = self.drafter.scorer.model, self.drafter.heads
-        for place, row in enumerate(context.rows):
-            for i in range(draft.lengths[place]):
-                states = model.model(torch.tensor([row.tokens[:-1]]), use_cache=False).last_hidden_state[:, -1]
-                pending = model.get_input_embeddings()(torch.tensor(row.tokens[-1:]))
-                want = model.lm_head(heads(states, pending)[0, i]).softmax(-1)
-                assert draft.law is not None
-                torch.testing.assert_close(draft.law.dense[place, i], want, rtol=0, atol=FLOAT)
-                self.positions += 1
-        return draft
-
-    def observe(self, round: Round) -> None:
-        """Passed on."""
-        self.drafter.observe(round)
+    return Checked(drafter, laws)
 
 
 @pytest.mark.parametrize("pending", [True, False])
 def test_the_state_is_the_one_behind_the_last_token_that_stands(pending: bool) -> None:
     """While rows come, go and accept different numbers of tokens."""
     target = target_of()
-    checked = Checked(HeadsDrafter(target, some_heads(pending=pending)))
-    rows = generate(Decoder(target, checked, controller=Cycle((3, 2, 0)), batch_size=2), ragged(SAMPLE))
-    assert checked.positions > 20
+    drafter = checked(HeadsDrafter(target, some_heads(pending=pending)))
+    rows = generate(Decoder(target, drafter, controller=Cycle((3, 2, 0)), batch_size=2), ragged(SAMPLE))
+    assert drafter.positions > 20
     assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
 
 
 def test_in_a_fixed_shape_too() -> None:
     target = target_of()
     target.fix_shape(Shape(3, 4, 64))
-    checked = Checked(HeadsDrafter(target, some_heads()))
-    generate(Decoder(target, checked, controller=Fixed(3), batch_size=3), ragged(SAMPLE))
-    assert checked.positions > 20
+    drafter = checked(HeadsDrafter(target, some_heads()))
+    generate(Decoder(target, drafter, controller=Fixed(3), batch_size=3), ragged(SAMPLE))
+    assert drafter.positions > 20
 
 
 def test_after_a_tree_the_state_is_that_of_the_accepted_path() -> None:
     """Another drafter may have drafted the round that is observed."""
     target = target_of()
-    checked = Checked(HeadsDrafter(target, some_heads()))
+    drafter = checked(HeadsDrafter(target, some_heads()))
     tree = TreeDrafter(CausalScorer(target.model), (2, 2))
 
     class Turns:
@@ -108,14 +95,14 @@ def test_after_a_tree_the_state_is_that_of_the_accepted_path() -> None:
         numbers = itertools.count()
 
         def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-            return (checked if next(self.numbers) % 2 else tree).propose(context, gammas)
+            return (drafter if next(self.numbers) % 2 else tree).propose(context, gammas)
 
         def observe(self, round: Round) -> None:
-            checked.observe(round)
+            drafter.observe(round)
             tree.observe(round)
 
     rows = generate(Decoder(target, Turns(), rules.TOKEN.verify, Fixed(3)), ragged(SAMPLE, 24))
-    assert checked.positions > 10
+    assert drafter.positions > 10
     assert sum(row.stats.accepted for row in rows) > 5
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng, draw
@@ -36,6 +37,29 @@ class Altered:
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """The changed draft."""
         return self.change(self.inner.propose(context, gammas))
+
+    def observe(self, round: Round) -> None:
+        """Passed on."""
+        self.inner.observe(round)
+
+
+class Checked:
+    """A drafter whose laws are compared with their definition: `laws(text, drafted)` are (vocab,), one per token."""
+
+    def __init__(self, inner: Drafter, laws: Callable[[list[int], list[int]], Sequence[Tensor]]) -> None:
+        self.inner, self.laws, self.positions = inner, laws, 0
+
+    @torch.inference_mode()
+    def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
+        """The same draft, its laws checked."""
+        draft = self.inner.propose(context, gammas)
+        for place, row in enumerate(context.rows):
+            if count := draft.lengths[place]:
+                assert draft.law is not None
+                laws = torch.stack([*self.laws(list(row.tokens), draft.tokens[place, :count].tolist())])
+                torch.testing.assert_close(draft.law.dense[place, :count], laws, rtol=0, atol=2e-5)
+                self.positions += count
+        return draft
 
     def observe(self, round: Round) -> None:
         """Passed on."""
