@@ -18,17 +18,10 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.cross_tokenizer.choose import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
-from slipstream.drafters.datastore.drafter import (
-    MEMORY,
-    Datastore,
-    DatastoreSettings,
-    fingerprint,
-    open_corpus,
-    open_memory,
-)
+from slipstream.drafters.datastore.drafter import MEMORY, Datastore, DatastoreSettings, fingerprint, open_corpus
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.index import Embedder
-from slipstream.drafters.datastore.memory import NamespaceLimits
+from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
 from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
@@ -316,10 +309,11 @@ def datastore(
     **settings: Any,
 ) -> Drafter:
     name, target = fingerprint(context.tokenizer), context.target
-    corpus = open_corpus(folder, target.vocab, name)
+    corpus, path = open_corpus(folder, name), Path(folder) / MEMORY
     memory = None
-    if learn or (Path(folder) / MEMORY).exists():
-        memory = open_memory(folder, _embedder(context, sentence), name, NamespaceLimits(entries), make=learn)
+    if learn or path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        memory = ResponseMemory(path, _embedder(context, sentence), name, NamespaceLimits(entries))
     if corpus is None and memory is None:
         raise ValueError(
             f"{folder} holds no datastore: build one with `slipstream draft build datastore:{folder} FILES`, or let it "

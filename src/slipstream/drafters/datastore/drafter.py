@@ -21,8 +21,7 @@ from slipstream.core.round import Round
 from slipstream.core.values import check_least
 from slipstream.drafters.copying import CopyingDrafter, source_tokens
 from slipstream.drafters.datastore.corpus import Corpus, Match
-from slipstream.drafters.datastore.index import Embedder
-from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory, read_totals
+from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
 from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
@@ -88,7 +87,9 @@ class Datastore(CopyingDrafter[Trace]):
         if corpus is None and memory is None and not self.settings.own:
             raise ValueError("there is nothing to draft from: give a corpus, a memory, or own=True.")
         if corpus is not None and corpus.vocab > vocab:
-            raise ValueError(f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it for this target.")
+            raise ValueError(
+                f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it again with --target."
+            )
         self.vocab, self.corpus, self.memory, self.learn = vocab, corpus, memory, learn
         self._namespace = namespace
 
@@ -154,7 +155,7 @@ class Datastore(CopyingDrafter[Trace]):
         return [match for match in matches if match.tokens]
 
 
-def open_corpus(folder: str | os.PathLike[str], vocab: int, tokenizer: str = "") -> Corpus | None:
+def open_corpus(folder: str | os.PathLike[str], tokenizer: str = "") -> Corpus | None:
     """Open the corpus of a datastore's folder; return None if it has none.
 
     Raises ValueError if it is damaged or was built with another tokenizer (names as `fingerprint` gives them).
@@ -168,24 +169,7 @@ def open_corpus(folder: str | os.PathLike[str], vocab: int, tokenizer: str = "")
             f"{path} was built with another tokenizer ({corpus.tokenizer}, the target has {tokenizer}): "
             "build it again with --target."
         )
-    if corpus.vocab > vocab:
-        raise ValueError(f"{path} has {corpus.vocab} token ids, the target {vocab}: build it again with --target.")
     return corpus
-
-
-def open_memory(
-    folder: str | os.PathLike[str],
-    embed: Embedder,
-    tokenizer: str = "",
-    limits: NamespaceLimits | None = None,
-    make: bool = False,
-) -> ResponseMemory | None:
-    """Open the memory of a datastore's folder, or None if there is none and not `make`. Raises as `ResponseMemory`."""
-    path = Path(folder) / MEMORY
-    if not (path.exists() or make):
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return ResponseMemory(path, embed, tokenizer, limits)
 
 
 def fingerprint(tokenizer: Any) -> str:
