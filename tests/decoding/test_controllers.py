@@ -61,15 +61,12 @@ class Chooser:
     most: int = 2
 
     def init(self) -> Round | None:
-        """Nothing was seen."""
         return None
 
     def gammas(self, state: Round | None, rows: Sequence[Row]) -> list[int]:
-        """The function, row by row."""
         return [self.choose(row, state) for row in rows]
 
     def update(self, state: Round | None, round: Round) -> Round:
-        """The round itself."""
         return round
 
 
@@ -179,17 +176,14 @@ class Prepared:
     most: int = 2
 
     def init(self) -> Learned:
-        """What was learned before."""
         return self.state
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> Sequence[int]:
-        """Its choice, noted with the text."""
         found = self.inner.gammas(state, rows)
         self.chosen.add((tuple(rows[0].tokens), found[0]))
         return found
 
     def update(self, state: Learned, round: Round) -> Learned:
-        """Time as the tokens say."""
         slow = 1.0 + sum(round.tokens[0])
         return self.inner.update(state, replace(round, seconds={"draft": 0.3 * len(round.tokens[0]), "target": slow}))
 
@@ -296,15 +290,12 @@ class Misled:
     most: int = 8
 
     def init(self) -> Learned:
-        """Nothing is known."""
         return self.inner.init()
 
     def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
-        """Its choice."""
         return self.inner.gammas(state, rows)
 
     def update(self, state: Learned, round: Round) -> Learned:
-        """With other costs."""
         return self.inner.update(state, replace(round, seconds={"draft": 1.0 * max(round.gammas), "target": 1.0}))
 
 

@@ -332,7 +332,6 @@ class FrozenPenalties:
     greedy: bool = False
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
-        """As if nothing had been drafted."""
         none = Prefixes(texts.drafted, [()])
         laws = [self.inner.law(logits[:, j : j + 1], rows, none, model) for j in range(logits.shape[1])]
         return Law.join(laws, 1)

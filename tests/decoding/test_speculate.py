@@ -56,7 +56,6 @@ class Scripted:
         return Draft(tokens.view(len(drafts), width), law, tuple(map(len, drafts)))
 
     def observe(self, round: Round) -> None:
-        """Remembered."""
         self.observed.append(round)
 
 

@@ -94,7 +94,6 @@ class KeepsWrongGuesses:
         return draft if draft.law is None else replace(draft, tokens=stale.tokens)
 
     def observe(self, round: Round) -> None:
-        """As a model's."""
         self._model.observe(round)
 
 
@@ -113,7 +112,6 @@ class Recorded:
     drafts: list[Any] = field(default_factory=list)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The drafter's own."""
         draft = self.inner.propose(context, gammas)
         for place, length in enumerate(draft.lengths):
             tokens = draft.tokens[place, :length].tolist()
@@ -123,7 +121,6 @@ class Recorded:
         return draft
 
     def observe(self, round: Round) -> None:
-        """Passed on."""
         self.inner.observe(round)
 
 

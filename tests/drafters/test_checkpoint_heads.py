@@ -194,11 +194,9 @@ class Late:
         self.head, self.depth, self.places, self.vocab, self.logits = head, 1, head.places, head.vocab, head.logits
 
     def combine(self, states: Tensor) -> Tensor:
-        """What is read."""
         return self.head.combine(states.roll(1, 1))
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
-        """The layer."""
         return self.head(step, tokens, hidden, behind)
 
 

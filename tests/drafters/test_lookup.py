@@ -97,7 +97,6 @@ class Reads(list[int]):
     count = 0
 
     def __getitem__(self, place: Any) -> Any:
-        """Counted."""
         self.count += 1
         return super().__getitem__(place)
 

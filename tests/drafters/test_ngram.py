@@ -566,7 +566,6 @@ class Peeking:
         return replace(draft, law=Law(probs=torch.tensor([laws], dtype=torch.float64)))
 
     def observe(self, round: Round) -> None:
-        """Passed on."""
         self.inner.observe(round)
 
 

@@ -35,11 +35,9 @@ class Altered:
     change: Callable[[Draft], Draft]
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The changed draft."""
         return self.change(self.inner.propose(context, gammas))
 
     def observe(self, round: Round) -> None:
-        """Passed on."""
         self.inner.observe(round)
 
 
@@ -51,7 +49,6 @@ class Checked:
 
     @torch.inference_mode()
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """The same draft, its laws checked."""
         draft = self.inner.propose(context, gammas)
         for place, row in enumerate(context.rows):
             if count := draft.lengths[place]:
@@ -62,7 +59,6 @@ class Checked:
         return draft
 
     def observe(self, round: Round) -> None:
-        """Passed on."""
         self.inner.observe(round)
 
 
@@ -166,7 +162,6 @@ class AtOnce(Executor):
     """An executor that has done everything when it is asked."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The result is there."""
         done = Future[Any]()
         done.set_result(function(*args, **kwargs))
         return done

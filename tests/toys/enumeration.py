@@ -31,7 +31,6 @@ class Script:
         """Choices are no inversions."""
 
     def select(self, places: Sequence[int]) -> Script:
-        """All rows are in one script."""
         return self
 
     def __call__(self, law: Law, key: Key) -> Tensor:
@@ -63,7 +62,6 @@ class Script:
 
     @property
     def probability(self) -> float:
-        """The chance of the choices made."""
         chances = [
             options[choice][1] / math.fsum(weight for _, weight in options)
             for options, choice in zip(self.weights, self.choices, strict=True)

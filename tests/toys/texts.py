@@ -49,11 +49,9 @@ class Cycle:
 
     @property
     def most(self) -> int:
-        """The greatest of the list."""
         return max(self.sequence)
 
     def init(self) -> int:
-        """The place in the list."""
         return 0
 
     def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
@@ -61,7 +59,6 @@ class Cycle:
         return [self.sequence[state % len(self.sequence)]] * len(rows)
 
     def update(self, state: int, round: Round) -> int:
-        """The next place."""
         return state + 1
 
 

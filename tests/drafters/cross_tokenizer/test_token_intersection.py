@@ -171,7 +171,6 @@ class Coins:
     coin: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.long))
 
     def propose(self, context: Context, gammas: tuple[int, ...]) -> Draft:
-        """One token."""
         self.coin = context.draw(Law(probs=torch.full((1, 1, 2), 0.5)), "coin")
         return Draft(self.coin, Law(tokens=self.coin), (1,)) if gammas[0] else Draft.empty(1, self.coin.device)
 
@@ -332,7 +331,6 @@ class Counting:
         return getattr(self.inner, name)
 
     def extend(self, tokens: Tensor, counts: Any, **kwargs: Any) -> Tensor:
-        """As the inner one."""
         self.fed += sum(counts)
         return self.inner.extend(tokens, counts, **kwargs)
 

@@ -30,7 +30,6 @@ class Spelled:
     name, dimension = "spelled", DIMENSION
 
     def __call__(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The vector."""
         return unit(np.bincount(np.array(tokens) % DIMENSION, minlength=DIMENSION).astype(np.float32))
 
 

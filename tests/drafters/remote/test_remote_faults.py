@@ -476,14 +476,12 @@ class Broken:
     calls: int = 0
 
     def propose(self, context: Any, gammas: Sequence[int]) -> Any:
-        """Raise at every fifth call."""
         self.calls += 1
         if self.calls % 5 == 0:
             raise RuntimeError("out of something")
         return self.inner.propose(context, gammas)
 
     def observe(self, round: Any) -> None:
-        """Passed on."""
         self.inner.observe(round)
 
 

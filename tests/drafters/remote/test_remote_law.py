@@ -84,7 +84,6 @@ class Grid(Script):
     """A script that also gives numbers to draw drafts with: the middle of one of four equal cells."""
 
     def chances(self, key: Key, positions: int) -> list[list[float]]:  # type: ignore[override]
-        """Numbers [rows][positions]."""
         return [
             [(self._choose([1.0] * CELLS, (*names, start + j, key.name)) + 0.5) / CELLS for j in range(positions)]
             for *names, start in zip(key.seeds, key.requests, key.origins, key.positions, strict=True)

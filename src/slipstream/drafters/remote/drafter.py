@@ -29,7 +29,6 @@ discards what it drafted from a wrong guess.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -225,11 +224,6 @@ class RemoteDrafter(Drafter):
         points = tuple(row.request.sampler.greedy for row in rows)
         law = Law(probs, tokens, None, points) if any(points) else Law(probs=probs)
         return Draft(tokens, law, lengths)
-
-    @property
-    def missed(self) -> Counter[str]:
-        """The number of rows without a draft in the present round, by reason."""
-        return Counter(reason for _, reason in self._missed)
 
 
 def _close(held: Held) -> Frame:
