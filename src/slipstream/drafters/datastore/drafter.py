@@ -87,9 +87,7 @@ class Datastore(CopyingDrafter[Trace]):
         if corpus is None and memory is None and not self.settings.own:
             raise ValueError("there is nothing to draft from: give a corpus, a memory, or own=True.")
         if corpus is not None and corpus.vocab > vocab:
-            raise ValueError(
-                f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it again with --target."
-            )
+            raise ValueError(f"the corpus has {corpus.vocab} token ids, the target {vocab}: build it for this target.")
         self.vocab, self.corpus, self.memory, self.learn = vocab, corpus, memory, learn
         self._namespace = namespace
 
