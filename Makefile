@@ -75,7 +75,7 @@ wheel: $(STAMPS)/wheel ## Make a wheel for Linux on x86-64 that carries the kern
 test-wheel: wheel ## Try that wheel without a compiler, in an environment of its own (with PYTHON, of any version)
 	@test -x .venv-wheel/bin/python || $(PYTHON) -m venv .venv-wheel
 	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps dist/slipstream-*-manylinux*.whl
-	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq slipstream 'pytest>=9,<9.2' pytest-timeout hypothesis
+	@.venv-wheel/bin/python -m pip --disable-pip-version-check install -qq slipstream gguf 'pytest>=9,<9.2' pytest-timeout hypothesis
 	@.venv-wheel/bin/python packaging/try_wheel.py
 
 arm64: $(STAMPS)/test ## Run the kernels' tests on an emulated arm64 processor (Debian: mmdebstrap qemu-user g++-aarch64-linux-gnu)

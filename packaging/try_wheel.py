@@ -18,7 +18,11 @@ from slipstream.kernels import library
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ("cpu", "quantization", "attention", "laws", "recurrences", "library")
-TESTS = (*(f"tests/kernels/test_{name}.py" for name in KERNELS), "tests/engine/test_bits.py")
+TESTS = (
+    *(f"tests/kernels/test_{name}.py" for name in KERNELS),
+    "tests/models/loading/test_gguf.py",
+    "tests/engine/test_bits.py",
+)
 
 
 def main() -> None:
