@@ -34,7 +34,9 @@ STABLE_ABI = "0x020b000000000000"
 OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-Wno-psabi", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
 LIBRARIES = ("-ltorch_cpu", "-lc10")
 DARWIN = sys.platform == "darwin"
-PATIENCE = 300  # seconds
+PATIENCE = 3600
+"""Seconds after which a compiler hangs: half a minute of work takes many where a fraction of a core is left for it."""
+
 CHOICE = "SLIPSTREAM_MARCH"
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 """The kind of this processor, by the name that Linux has for it."""
