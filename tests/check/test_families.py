@@ -45,7 +45,7 @@ def one(name: str) -> Architecture:
     return found
 
 
-SIMILAR = ("RobertaForCausalLM", "BloomForCausalLM", "GPTNeoForCausalLM", "GlmMoeDsaForCausalLM")
+SIMILAR = ("RobertaForCausalLM", "BartForCausalLM", "GPTNeoForCausalLM", "GlmMoeDsaForCausalLM", "NemotronHForCausalLM")
 SIMILAR += ("OlmoForCausalLM", "JambaForCausalLM", "xLSTMForCausalLM")
 SIMILAR += ("NllbMoeForConditionalGeneration", "VoxtralForConditionalGeneration", "MambaForCausalLM")
 """Those that work in the way of another one, by the same lines."""

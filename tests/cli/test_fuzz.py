@@ -256,17 +256,17 @@ TRAINING = ("folder", "--steps", "1", "--rows", "1", "--length", "8", "--heads",
 # For each command how many cases there are in the fast and in the slow set, and what may come first, so that the work
 # is small; in the fast set it is the first of these.
 COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
-    "generate": (10, 400, (("--max-new-tokens", "2", "x ="), ("--max-new-tokens", "2", "--prompts", "prompts.txt"))),
+    "generate": (6, 400, (("--max-new-tokens", "2", "x ="), ("--max-new-tokens", "2", "--prompts", "prompts.txt"))),
     "batch": (2, 60, (("prompts.txt", "--out", "-", "--max-new-tokens", "2"),)),
-    "chat": (4, 80, (("--max-new-tokens", "2", "--raw"), ("--max-new-tokens", "2", "--raw", "--json"))),
-    "check": (3, 60, (("--max-new-tokens", "2", "--samples", "4", "--target", "tiny"),)),
+    "chat": (2, 80, (("--max-new-tokens", "2", "--raw"), ("--max-new-tokens", "2", "--raw", "--json"))),
+    "check": (2, 60, (("--max-new-tokens", "2", "--samples", "4", "--target", "tiny"),)),
     "bench": (0, 40, (("--quick", "--max-new-tokens", "2", "--repetitions", "1", "--target", "tiny", "--gamma", "1"),)),
-    "plan": (8, 120, (("--alpha", "0.8", "--cost", "0.1"), (), MEASURED)),
-    "draft list": (4, 80, ((),)),
-    "draft build": (16, 400, ((),)),
-    "draft build heads:new": (4, 110, (TRAINING,)),
-    "draft build exit": (3, 60, (("prompts.txt", "--max-new-tokens", "2", "--target", "tiny", "--first"),)),
-    "draft forget": (6, 80, ((),)),
+    "plan": (4, 120, (("--alpha", "0.8", "--cost", "0.1"), (), MEASURED)),
+    "draft list": (2, 80, ((),)),
+    "draft build": (8, 400, ((),)),
+    "draft build heads:new": (2, 110, (TRAINING,)),
+    "draft build exit": (2, 60, (("prompts.txt", "--max-new-tokens", "2", "--target", "tiny", "--first"),)),
+    "draft forget": (3, 80, ((),)),
     "distill": (0, 30, (("--steps", "1", "--rows", "1", "--length", "8", "--write", "0", "--measure-every", "1"),)),
 }
 OUTPUTS = {

@@ -95,7 +95,14 @@ assert torch.get_num_threads() == 2
 """
 
 
-@pytest.mark.parametrize(("variable", "first"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2), ({"MKL_NUM_THREADS": "2"}, 2)])
+@pytest.mark.parametrize(
+    ("variable", "first"),
+    [
+        ({"OMP_NUM_THREADS": "2"}, 2),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({"MKL_NUM_THREADS": "2"}, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_torch_is_lowered_once_and_users_have_the_last_word(variable: dict[str, str], first: int) -> None:
     clean = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     environment = {**clean, **variable}

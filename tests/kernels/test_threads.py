@@ -46,6 +46,7 @@ def test_threads_of_the_caller_end_and_come_again() -> None:
     assert threads() > before
 
 
+@pytest.mark.slow
 def test_threads_end_beside_the_openmp_of_other_packages() -> None:
     """What is loaded after torch lies before it in memory."""
     pytest.importorskip("sklearn")

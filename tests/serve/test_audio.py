@@ -81,12 +81,12 @@ def test_a_transcription_is_the_models_own(listening: ServerProcess, folder: Pat
     samples = np.frombuffer(content[44:], "<i2") / 32768
     extractor = WhisperFeatureExtractor.from_pretrained(folder)
     features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     for language, token in ((None, ENGLISH), ("de", GERMAN)):
         begin = torch.tensor([[model.config.decoder_start_token_id, token, TRANSCRIBE, SILENT]])
         alone = GenerationMixin.generate(
             model, input_features=features, decoder_input_ids=begin, do_sample=False, max_new_tokens=124
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
         expected = tokenizer.decode(alone[0, 4:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         more = {} if language is None else {"language": language}
         found = client.audio.transcriptions.create(model="w", file=("x.wav", content), **more)

@@ -380,11 +380,11 @@ main()
     ("kind", "moment", "command", "code", "line"),
     [
         ("SIGTERM", "slipstream.cli.serve", "serve", 130, "interrupted"),
-        ("SIGINT", "slipstream.engine.load", "generate x", 130, "interrupted"),
         *(
             pytest.param(kind, *case, marks=pytest.mark.slow)
             for kind in ("SIGINT", "SIGTERM")
             for case in (
+                ("slipstream.engine.load", "generate x", 130, "interrupted"),
                 ("slipstream.engine.load", "serve", 130, "interrupted"),
                 ("transformers.models.llama", "serve", 130, "interrupted"),
                 ("ready", "serve", 0, "ending: what was begun is finished; once more to end at once"),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Self
 
 from slipstream.engine.beams import BeamTexts
-from slipstream.engine.engine import Engine
+from slipstream.engine.engine import Engine, check_single
 from slipstream.engine.generation import Completion, Piece
 from slipstream.engine.requests import Prompt, read_prompts
 from slipstream.engine.worker import Capacity, Ticket, Worker, rounds_of
@@ -65,8 +65,9 @@ class AsyncEngine:
 
     async def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> AsyncIterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options and errors as of `generate`."""
-        async for _, piece in self.stream_batch(prompt, **options):
-            yield piece
+        async for _, pieces in rounds_of(await self._submitted(read_prompts(prompt), options, single=True)):
+            for piece in pieces:
+                yield piece
 
     async def stream_batch(
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
@@ -76,8 +77,10 @@ class AsyncEngine:
             for piece in pieces:
                 yield place, piece
 
-    async def _submitted(self, prompts: list[Prompt], options: Mapping[str, Any]) -> list[Ticket]:
-        """Tokenize prompts off the event loop, and queue them."""
+    async def _submitted(self, prompts: list[Prompt], options: Mapping[str, Any], single: bool = False) -> list[Ticket]:
+        """Tokenize prompts off the event loop, and queue them; `single` refuses several texts."""
         self._worker.check()
         job = await asyncio.to_thread(self.engine.prepare, prompts, options, shared=True)
+        if single:
+            check_single(len(prompts), len(job.generations))
         return self._worker.submit(job.generations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -147,30 +147,16 @@ class Engine:
 
     def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
         """Continue one prompt, token by token, as rounds complete; options as for `generate`."""
-        return self._streamed(prompt, options).pieces()
+        read = read_prompts(prompt)
+        job = _streamable(self.prepare(read, options))
+        check_single(len(read), len(job.generations))
+        return job.pieces()
 
     def stream_batch(
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
     ) -> Iterator[tuple[int, Piece]]:
         """Continue several prompts at once, token by token -> each piece with the index of its text; see `generate`."""
         return _streamable(self.prepare(read_prompts(prompts), options)).stream()
-
-    def stream_async(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> AsyncIterator[Piece]:
-        """Continue one prompt for an event loop; the rounds run in a thread of their own. Options as for `generate`.
-
-        Closing it early, or cancelling the task, waits for the present round at most; then the engine is free again.
-        """
-        return self._streamed(prompt, options).pieces_async()
-
-    def _streamed(self, prompt: Prompt | Mapping[str, Any], options: Mapping[str, Any]) -> Job:
-        """Return the job of a single text. Raises ValueError for several, or if the target cannot take it."""
-        prompts = read_prompts(prompt)
-        if len(prompts) != 1:
-            raise ValueError(f"stream continues one prompt, but here are {len(prompts)}: use stream_batch for several.")
-        job = _streamable(self.prepare(prompts, options))
-        if (count := len(job.generations)) != 1:
-            raise ValueError(f"stream gives one text, but n={count} asks for several: use stream_batch for them.")
-        return job
 
     def transcribe(
         self,
@@ -396,3 +382,11 @@ def _streamable(job: Job) -> Job:
             "num_beams", "num_beams has no text before its search has ended, so it cannot stream: use generate."
         )
     return job
+
+
+def check_single(prompts: int, texts: int) -> None:
+    """Raise ValueError unless a stream has one prompt and one text."""
+    if prompts != 1:
+        raise ValueError(f"stream continues one prompt, but here are {prompts}: use stream_batch for several.")
+    if texts != 1:
+        raise ValueError(f"stream gives one text, but n={texts} asks for several: use stream_batch for them.")

@@ -1,11 +1,9 @@
-"""`Job`, a call that is ready to run, and the ways to run it: round by round, here or in a thread of its own."""
+"""`Job`, a call that is ready to run, round by round."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from slipstream.decoding.decoder import Decoder
@@ -48,28 +46,8 @@ class Job:
             for pieces in rounds:
                 yield from pieces
 
-    async def stream_async(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield all pieces as rounds complete in a thread; ending the iteration, or a cancellation, ends the job."""
-        loop, rounds = asyncio.get_running_loop(), self.rounds()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream")
-        try:
-            while (pieces := await loop.run_in_executor(thread, next, rounds, None)) is not None:
-                for each in pieces:
-                    yield each
-        finally:
-            # The single thread runs `close` after the round it may still play, even if we are cancelled once more here.
-            closed = loop.run_in_executor(thread, rounds.close)  # type: ignore[attr-defined]
-            thread.shutdown(wait=False)
-            await asyncio.shield(closed)
-
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces of a job with a single text."""
         with closing(self.stream()) as stream:  # type: ignore[type-var]
             for _, piece in stream:
-                yield piece
-
-    async def pieces_async(self) -> AsyncIterator[Piece]:
-        """Yield the pieces of a job with a single text, for an event loop."""
-        async with aclosing(self.stream_async()) as stream:  # type: ignore[type-var]
-            async for _, piece in stream:
                 yield piece
