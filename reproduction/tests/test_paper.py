@@ -155,13 +155,6 @@ def test_greedy_alpha_is_a_share_of_equal_choices() -> None:
             prefix = (*request.prompt, *output[:place])
             same = max(range(3), key=p(prefix).__getitem__) == max(range(3), key=q(prefix).__getitem__)
             assert betas[place] == same
-    prefix = (requests[0].prompt[0],)
-    bars = {lenience: theory.lenient_greedy_beta(p(prefix), _choice(q(prefix)), lenience) for lenience in (1.0, 0.1)}
-    assert bars[1.0] <= bars[0.1]
-
-
-def _choice(law: tuple[float, ...]) -> list[float]:
-    return [float(token == max(range(3), key=law.__getitem__)) for token in range(3)]
 
 
 def test_n_grams_walk_along_the_same_texts() -> None:

@@ -49,27 +49,6 @@ def lenient_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
     return min(1.0, math.fsum(min(x / lenience, y) for x, y in zip(p, q, strict=True)))
 
 
-def lenient_greedy_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
-    """Return the chance that x ~ q is kept by the greedy test p(x) >= l max p (section A.5, where it is printed as <=).
-
-    p is the target's law BEFORE argmax is applied; q is the law the draft is drawn from. Raises ValueError unless
-    0 < l <= 1 and both are laws over one vocabulary.
-    """
-    _check_laws(p, q)
-    _check_lenience(lenience)
-    bar = lenience * max(p)
-    return min(1.0, math.fsum(y for x, y in zip(p, q, strict=True) if x >= bar))
-
-
-def rejection_acceptance(p: Probabilities, q: Probabilities) -> float:
-    """Return 1 / M, the acceptance of plain rejection sampling (section A.2): at most beta; 0 if q misses a token of p.
-
-    Raises ValueError unless both are laws over one vocabulary.
-    """
-    _check_laws(p, q)
-    return min(1.0, *(y / x for x, y in zip(p, q, strict=True) if x > 0))
-
-
 def tokens_per_round(alpha: float, gamma: float) -> float:
     """Return E(tokens) = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1), correction or bonus included.
 

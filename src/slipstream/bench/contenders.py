@@ -47,7 +47,10 @@ def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()
     sides = [Side(engine, drafts[0].name if drafts else None), *others]
     plain = {side.execution: side for side in reversed(sides)}  # the first side of each execution
     runs = [side for side in sides if side is plain[side.execution]]
-    contenders = [_plain(side) for side in runs]
+    contenders = list[Contender]()
+    for side in runs:
+        decoder = replace(side.engine.decoder, drafter=NoDraft(), controller=Fixed(0))
+        contenders.append(replace(ours(PLAIN, _ruled(decoder, side.engine.rule)), execution=side.execution))
     for side in sides:
         if not isinstance(side.engine.decoder.drafter, NoDraft):
             rules = [side.engine.choose(name) for name in settings.rules] or [side.engine.rule]
@@ -55,13 +58,7 @@ def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()
     return contenders + _transformers(engine, settings)
 
 
-def _plain(side: Side) -> Contender:
-    decoder = replace(side.engine.decoder, drafter=NoDraft(), controller=Fixed(0))
-    return replace(ours(PLAIN, _ruled(decoder, side.engine.rule)), execution=side.execution)
-
-
 def _speculative(side: Side, chosen: Rule, gamma: int) -> Contender:
-    """Make the contender of one draft, rule and gamma."""
     decoder = replace(_ruled(side.engine.decoder, chosen), controller=Fixed(gamma))
     contender = ours(SPECULATIVE, decoder, gamma)
     return replace(contender, draft=side.draft, rule=chosen.name, execution=side.execution)

@@ -36,8 +36,6 @@ def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
 
 
 def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> Contender:
-    """Make a contender of assisted generation; `settings` are those of the draft model."""
-
     def run(task: BenchTask) -> Output:
         # These are read from the assistant's own configuration, which arguments of `generate` do not reach. It is a new
         # one for every call, as some schedules write into it.
@@ -57,7 +55,6 @@ def lookup(model: PreTrainedModel, gamma: int) -> Contender:
 
 
 def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = (), **arguments: Any) -> Output:
-    """Run `generate` on all prompts, and count the target's passes."""
     eos, tokens = sorted(task.eos), list[list[int]]()
     limits = {"max_new_tokens": task.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": (eos or [0])[0]}
     limits |= {"decoder_start_token_id": begin[0]} if begin else {}

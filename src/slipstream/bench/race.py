@@ -81,18 +81,15 @@ def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetiti
 
 
 def _over(runs: Sequence[Output], baseline: Sequence[Output]) -> Spread | None:
-    """Return ratios of speeds, each within one repetition; None without a baseline."""
     return spread(ratios([run.speed for run in runs], [run.speed for run in baseline])) if baseline else None
 
 
 def _matches(runs: Sequence[Output], baseline: Sequence[Output]) -> int:
-    """Return how many prompts got the baseline's tokens in every repetition."""
     same = [map(eq, run.tokens, base.tokens) for run, base in zip(runs, baseline, strict=True)]
     return sum(map(all, zip(*same, strict=True)))
 
 
 def _calls(runs: Sequence[Output], batch: int) -> dict[str, Any]:
-    """Return figures from the target's passes; empty unless the contender counts them."""
     if not all(run.calls for run in runs):
         return {}
     figures: dict[str, Any] = {"milliseconds_per_call": spread([1000 * run.seconds / run.calls for run in runs])}

@@ -53,7 +53,6 @@ def check(
 
 
 def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], dict[str, Any]]:
-    """Divide the options into settings of the check, temperatures, and other settings of sampling."""
     ours = {field.name for field in fields(CheckSettings)}
     known = sorted(ours | {field.name for field in fields(Sampling) if field.init} - {"eos"})
     if unknown := sorted(options.keys() - set(known)):
@@ -91,7 +90,6 @@ def _in_one_shape(case: Case) -> Case:
 
 
 def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a check: models, rule, settings and versions."""
     target, drafter = case.decoder.target, case.decoder.drafter
     draft = getattr(drafter, "scorer", None)
     models = {"target": getattr(target, "model", None), "draft": getattr(draft, "model", None)}

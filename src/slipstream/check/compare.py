@@ -84,7 +84,6 @@ class Rounding:
 
 
 def _farthest(left: Tensor, right: Tensor) -> float:
-    """Return the largest absolute difference of two tensors; infinite if one has NaN."""
     gap = (left.double() - right.double()).abs()
     gap[left == right] = 0  # both minus infinity
     return float(gap.nan_to_num(nan=math.inf).max())
@@ -155,7 +154,6 @@ Scores = tuple[float, float, float]
 
 
 def _greedy_gap(law: Law, emission: Emission) -> Scores:
-    """Return the scores of the chosen and of the emitted token, and the gap between them."""
     assert law.scores is not None
     best, ours = float(law.scores.max()), float(law.scores[0, 0, emission.token])
     return best, ours, best - ours

@@ -165,12 +165,10 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
 
 
 def _earlier_siblings(node: int, lines: Sequence[Sequence[int]]) -> list[int]:
-    """Return the siblings that were drawn before a node."""
     return [older for older in range(node) if lines[older][:-1] == lines[node][:-1]]
 
 
 def _after(table: Tensor, tokens: Tensor, line: Sequence[int]) -> Tensor:
-    """Return the laws (rows, cells) after the tokens (rows, nodes) of a path."""
     places = tuple(tokens[:, node].clamp(min=0) for node in line)
     return table[places] if line else table.expand(len(tokens), -1).clone()
 

@@ -183,7 +183,6 @@ def _failed(architecture: Architecture, why: str) -> FamilyTrial:
 
 
 def _text(name: int, count: int) -> tuple[int, ...]:
-    """Return `count` random tokens; `name` is the seed. The first four ids (padding, BOS, EOS) are left out."""
     return tuple(torch.randint(4, VOCAB, (count,), generator=torch.Generator().manual_seed(name)).tolist())
 
 

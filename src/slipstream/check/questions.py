@@ -45,7 +45,6 @@ def greedy(case: Case, sampler: Sampling) -> CheckHalf:
 
 
 def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
-    """Check greedy decoding by a broken rule -> the tests that noticed it."""
     texts = watch(case.under(rule), _control_requests(case, sampler)).texts
     comparison = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
     return Control(rule.name, () if about_choices("tokens", case, comparison).passed else ("tokens",))
@@ -118,7 +117,6 @@ def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: b
 
 
 def _sampling_control(case: Case, sampler: Sampling, rule: Rule, observed: Observations) -> Control:
-    """Check sampling by a broken rule -> the tests that noticed it."""
     tests = [about_rule(rule, observed), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
     if case.rule.rng.coupled:
         texts = watch(case.under(rule), _control_requests(case, sampler)).texts

@@ -318,7 +318,6 @@ def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> 
 
 
 def _of_part(part: ScopedDraft, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
-    """Return the laws and the tokens that a part gave to a row."""
     place = torch.tensor([row])
     if part.verdict is None:
         assert part.draft.law is not None

@@ -106,7 +106,6 @@ class CheckHalf:
 
     @property
     def _noticed(self) -> set[str]:
-        """The names of the tests that noticed a control."""
         return {name for control in self.controls for name in control.caught_by}
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,7 +125,6 @@ class CheckHalf:
 
 
 def _line(it: Difference) -> str:
-    """Return a difference as a line of text; prompts and tokens are counted from 1."""
     kind = "near-tie" if it.near_tie else "DIFFERENCE"
     plain, emitted = (
         f"{text!r} ({token})" for text, token in ((it.plain_text, it.plain), (it.emitted_text, it.emitted))

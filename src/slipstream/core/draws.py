@@ -101,7 +101,6 @@ def request_key(prompt: Sequence[int], copy: int = 0) -> int:
 
 @lru_cache(maxsize=65536)
 def _stream(seed: int, request: int, name: str) -> int:
-    """Return the number from which all random numbers of a named draw of a request follow."""
     text = f"{seed}/{request}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 

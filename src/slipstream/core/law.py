@@ -124,7 +124,6 @@ class Law:
 
 
 def _stack_kinds(laws: Sequence[Law]) -> Law:
-    """Stack laws of dense rows and of point masses into one mixed law."""
     like = next(law.probs for law in laws if law.probs is not None)
     probs, tokens, scores, points = list[Tensor](), list[Tensor](), list[Tensor | None](), list[bool]()
     for law in laws:

@@ -71,7 +71,6 @@ class BeamTexts:
         return [self._done.get(index, now) for search in self._searches for index, now in self._completions_of(search)]
 
     def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
-        """Store the completions of a search that has ended, and report them."""
         self._done |= dict(self._completions_of(search))
         for index in self._texts_of(search.index):
             if on_completion is not None and index in self._done:
@@ -108,7 +107,6 @@ def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothes
 
 
 def _empty_completion(generation: Generation, stats: Stats) -> Completion:
-    """Return the completion of a prompt without any generated text."""
     request = generation.request
     length = len(request.prompt if request.source is None else request.source)
     return Completion(generation.echo, (), "interrupted", stats, length)

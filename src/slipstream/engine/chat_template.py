@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any
@@ -60,9 +60,7 @@ class ChatTemplate:
         are left out. `developer` becomes `system`, and reasoning gets the template's name for it, or is left out,
         where the template has no such name.
         """
-        return list(self._fitted(messages))
-
-    def _fitted(self, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+        found = list[dict[str, Any]]()
         functions: dict[Any, Any] = {}  # names by the ids of the calls so far
         short: dict[Any, str] = {}  # ids as the template takes them
         for message in messages:
@@ -82,10 +80,10 @@ class ChatTemplate:
             for named, key in [*((call, "id") for call in calls), (fitted, "tool_call_id")]:
                 if named.get(key) and self._short_ids and not NINE.fullmatch(named[key]):
                     named[key] = short.setdefault(named[key], f"{len(short):09}")
-            yield fitted
+            found.append(fitted)
+        return found
 
     def _call(self, call: Message) -> dict[str, Any]:
-        """Return a call of a tool with its arguments in the form that the template takes."""
         function = _function(call)
         arguments = function.get("arguments")
         if self._objects and isinstance(arguments, str):
@@ -149,7 +147,6 @@ class ChatTemplate:
         return {"role": role, "content": [{"type": "text", "text": text}] if self._parts else text}
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str | None:
-        """Return what the template writes; None if it refuses the messages."""
         try:
             return str(
                 self._owner.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)

@@ -191,7 +191,6 @@ class ConfiguredProcessors:
 
 
 def _eos(config: GenerationConfig, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text: those of the generation config, else of the tokenizer."""
     eos = getattr(config, "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)

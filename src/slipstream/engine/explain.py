@@ -102,7 +102,6 @@ class Story:
         yield from (Span(text, span.kind) for text, span in zip(shown, self.spans, strict=True))
 
     def _proposed(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        """Return the text of tokens that follow the text so far and `before`."""
         reader = Detokenizer(self._decode, [*self._tokens, *before])
         return "".join(_closed([self._shown(reader, token) for token in tokens]))
 
@@ -213,7 +212,6 @@ class Printer:
         return Text(text, look.style) if self._coloured else Text(f"{look.left}{text}{look.right}")
 
     def _put(self, text: Text, margin: str) -> None:
-        """Print text beside a margin, wrapped to the width of the console."""
         indent = cell_len(margin)
         lines = text.wrap(self._console, max(20, self._console.width - indent), overflow="fold")
         for i, line in enumerate(lines or [Text()]):

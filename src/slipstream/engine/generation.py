@@ -127,7 +127,6 @@ class Generation:
         return self._piece(None, self.row.finish_reason, last=True)
 
     def _piece(self, token: int | None, source: str, last: bool, refused: tuple[int, ...] = ()) -> Piece:
-        """Make the piece of an emitted token, with the text that became certain with it."""
         if last:
             self._transcript.finish()
         text, self._unsent = self._unsent + self._transcript.take(None if last else self._followed), ""
@@ -146,7 +145,6 @@ class Generation:
 
     @property
     def _text(self) -> str:
-        """The text of all tokens written so far, also of those of which no pieces were made."""
         if not self.stops:
             assert self.row is not None
             left = [token for token in self.row.output if token not in self.request.eos][self._followed :]

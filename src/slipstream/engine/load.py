@@ -14,7 +14,7 @@ from slipstream.core.source import SourceFrame
 from slipstream.decoding.captured_verification import verification_on
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
-from slipstream.decoding.rules import BLOCK, Rule, rule
+from slipstream.decoding.rules import BLOCK, rule
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.defaults import AUTO, Defaults
@@ -98,10 +98,14 @@ def load(
     target, draft = place if how.target is None else merged(how.target), draft_of(how.target, how.draft)
     how = replace(how, target=target, draft=draft, dtype=dtype)
     shape, chosen = read_tree(how.tree, how.gamma, draft), BLOCK if how.verify is None else rule(how.verify)
-    shape = _with_paths(shape, chosen, steering := _controller(how.tree, how.gamma, made), draft)
+    steering = _controller(how.tree, how.gamma, made)
+    if chosen.paths is not None and draft is not None:
+        shape = paths_shape(chosen.paths, steering.most, shape)
     _check_settings(how, shape)
     use_threads(how.threads)
-    packed, precision = False if how.exact_shape else None, _precision(how.quantize)
+    packed, precision = False if how.exact_shape else None, how.quantize
+    if not isinstance(precision, Precision | None):
+        precision = Precision.read(precision)
     mode = Mode(how.compile, packed, progress=progress, precision=precision, kv_dtype=how.kv_dtype)
     scorer = target_scorer(how, mode)
     tokenizer = how.tokenizer
@@ -126,18 +130,6 @@ def load(
 
 
 load.__signature__ = signature_of(load)  # type: ignore[attr-defined]  # with the options by their names
-
-
-def _with_paths(
-    shape: tuple[int, ...] | None, chosen: Rule, steering: Controller, draft: Any
-) -> tuple[int, ...] | None:
-    """Return the tree to draft: the paths of a rule of several paths, at the controller's largest gamma; else `shape`.
-
-    Raises ValueError if a rule of several paths is combined with another tree.
-    """
-    if chosen.paths is None or draft is None:
-        return shape
-    return paths_shape(chosen.paths, steering.most, shape)
 
 
 def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str]]:
@@ -169,16 +161,11 @@ def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str
 
 
 def _notes(context: BuildContext, decoder: Decoder, reads_media: bool, proposes: bool) -> list[str]:
-    """List notes for the user: choices about the draft, limits of each model, and a draft that would be possible."""
     proposed = self_draft_proposal(decoder.target) if proposes else []
     drafts = decoder.scorers[1:] if reads_media else ()
     limits = [f"{each.name} reads no images and sounds, but the texts around them." for each in drafts]
     read = (note for each in decoder.scorers for note in getattr(getattr(each, "model", None), "notes", ()))
     return [*context.notes, *limits, *as_they_are(decoder.target, context.mode), *dict.fromkeys(read), *proposed]
-
-
-def _precision(quantize: str | Precision | None) -> Precision | None:
-    return quantize if isinstance(quantize, Precision | None) else Precision.read(quantize)
 
 
 def _read_plan(plan: Any, target: Any) -> Plan | None:

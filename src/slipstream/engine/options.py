@@ -101,7 +101,6 @@ class Options(CallFields):
         object.__setattr__(self, "decoder_prompt", tuple(whole_number("decoder_prompt", token, 0) for token in begin))
 
     def _check_texts(self) -> None:
-        """Check the texts: the salt of the prefix cache, and the prediction."""
         prediction = "" if self.prediction is None else self.prediction
         for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
             if not isinstance(value, str):

@@ -111,7 +111,6 @@ def _is_with_media(value: Any) -> bool:
 
 
 def _with_media(prompt: TextWithMedia | Message, where: str) -> Prompt:
-    """Read a text with its images and sounds; return the text alone if there are no media."""
     fields = prompt if isinstance(prompt, Mapping) else vars(prompt)
     text = fields["text"]
     if not isinstance(text, str):
@@ -181,7 +180,12 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     content = message.get("content")
     in_parts = isinstance(content, list | tuple) and all(part_modality(each) or _is_text_part(each) for each in content)
     if in_parts and any(map(part_modality, content or ())):
-        content = [_part(part, where) for part in content or ()]
+        content = [
+            media_part(modality, part_content(part, where))
+            if (modality := part_modality(part))
+            else {"type": "text", "text": part["text"]}
+            for part in content or ()
+        ]
     elif in_parts:
         content = "\n".join(part["text"] for part in content or ())
     left_out = content is None and message.get("role") in ("assistant", "tool")
@@ -195,19 +199,11 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _part(part: Message, where: str) -> dict[str, Any]:
-    """Return a part of a message in the form of transformers' chat templates, without other fields."""
-    if modality := part_modality(part):
-        return media_part(modality, part_content(part, where))
-    return {"type": "text", "text": part["text"]}
-
-
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def _encoded(encoding: Message, where: str) -> list[Prompt]:
-    """Return the prompts in the output of a tokenizer or a feature extractor."""
     if "input_features" in encoding:
         return _from_array(torch.as_tensor(np.asarray(encoding["input_features"])))
     if "input_ids" not in encoding:

@@ -254,7 +254,6 @@ class Worker:
     # ---- in the thread ----
 
     def _new_scheduler(self) -> Scheduler:
-        """Make the scheduler of the shared batch, with a prefix cache, a memory limit and chunked prefill as set."""
         prefixes = PrefixCache(self.room.cache_bytes) if self.room.cache_bytes else None
         decoder = self.engine.shared_decoder
         chunk, growth = self.room.prefill_chunk or PREFILL_CHUNK, 1
@@ -290,7 +289,6 @@ class Worker:
             self._die(error)
 
     def _search(self) -> None:
-        """Run the beam searches that wait, as soon as no row has a place."""
         self._scheduler.holds = bool(self._searches)
         while self._searches and self._scheduler.idle and not self._ending:
             search = self._searches.popleft()
@@ -359,8 +357,6 @@ class Worker:
             listener.on_end(ticket, now)
 
     def _send(self, deliveries: Sequence[tuple[Ticket, list[Piece]]]) -> None:
-        """Put pieces into the queues of their calls, in the event loop, all of a round at once."""
-
         def deliver() -> None:
             for ticket, pieces in deliveries:
                 ticket.deliveries.put_nowait((ticket.place, pieces))
@@ -368,7 +364,6 @@ class Worker:
         self._call(deliver)
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Schedule a function to run in the event loop."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function)
 

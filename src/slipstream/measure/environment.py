@@ -60,13 +60,11 @@ def _bfloat16(info: str) -> str | None:
 
 
 def _value(info: str, name: str) -> str:
-    """Return the first value of a name in /proc/cpuinfo; empty if there is none."""
     lines = (line.partition(":") for line in info.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def _model(scorer: Scorer) -> dict[str, Any]:
-    """Return the facts of one model for a report."""
     model = getattr(scorer, "model", None)
     facts = {"parameters": parameters(model), "dtype": str(model.dtype)} if model else {}
     encoder = {"encoder_dtype": str(own)} if model and (own := encoder_dtype(model)) else {}

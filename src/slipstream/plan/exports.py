@@ -87,7 +87,6 @@ def _transformers(plan: Plan) -> str:
 
 
 def _vllm(plan: Plan) -> str:
-    """Return the command for vLLM, with the table of gammas by batch size if they differ."""
     command = f"vllm serve {_quoted(plan.models.target)} --dtype {plan.models.dtype}"
     if not plan.speculates:
         return f"{command}  # do not speculate"

@@ -118,7 +118,6 @@ class SimulatedReplica:
             self._pass(time)
 
     def _next(self) -> float:
-        """Return the time of the next event; infinity if nothing is left."""
         if self._reading is not None:
             return self._reading[0]
         if not self._running:
@@ -127,7 +126,6 @@ class SimulatedReplica:
         return self.now + left * self.pace.per_token(len(self._running))
 
     def _pass(self, time: float) -> None:
-        """Advance the clock to a time before or at the next event."""
         if self._reading is None and self._running:
             self._written += (time - self.now) / self.pace.per_token(len(self._running))
         if self.load:
@@ -201,7 +199,6 @@ def simulate(
 
 
 def _service(fates: Sequence[Fate], fleet: Sequence[SimulatedReplica]) -> Service:
-    """Return the figures of a fleet from the times of all requests."""
     ends = [fate.end - fate.arrival.time for fate in fates]
     end, last = max(fate.end for fate in fates), fates[-1].arrival.time
     return Service(

@@ -221,7 +221,6 @@ def try_layers(decoder: Decoder, requests: Sequence[Request], layers: Layers, ga
 
 
 def _seconds(stats: Stats) -> float:
-    """Return the seconds of all rounds, without prefill."""
     return stats.total_seconds - stats.seconds.get("prefill", 0.0)
 
 

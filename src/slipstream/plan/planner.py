@@ -128,14 +128,13 @@ class PlanReport:
     @property
     def draft(self) -> str:
         """The draft with the largest factor, multiplied over all numbers of rows; 1 where plain decoding is chosen."""
-        names = list(next(iter(self.outlooks.values())))
-        return max(names, key=lambda name: (self._gain(name), self._factor(name)))
 
-    def _gain(self, name: str) -> float:
-        return math.prod(drafts[name].best.factor if drafts[name].worth else 1.0 for drafts in self.outlooks.values())
+        def factors(name: str) -> tuple[float, float]:
+            outlooks = [drafts[name] for drafts in self.outlooks.values()]
+            gain = math.prod(each.best.factor if each.worth else 1.0 for each in outlooks)
+            return gain, math.prod(each.best.factor for each in outlooks)
 
-    def _factor(self, name: str) -> float:
-        return math.prod(drafts[name].best.factor for drafts in self.outlooks.values())
+        return max(next(iter(self.outlooks.values())), key=factors)
 
     @property
     def gammas(self) -> dict[int, int]:

@@ -99,7 +99,6 @@ def _size(tallies: Sequence[AcceptanceCounts]) -> int:
 
 
 def _total(tallies: Sequence[AcceptanceCounts], name: str) -> list[int]:
-    """Return the sum of a count over all prompts, position by position."""
     counts = [getattr(tally, name) for tally in tallies]
     return [sum(column) for column in zip_longest(*counts, [0] * _size(tallies), fillvalue=0)]
 
@@ -165,7 +164,7 @@ class PlanCosts:
 
     def round(self, gamma: int) -> float:
         """Return the expected seconds of a round that asks for gamma tokens; the widest row decides the width."""
-        return self._expected(self.widths(gamma), self._round)
+        return self._expected(self.widths(gamma), "seconds")
 
     def lasting(self, gamma: int, kept: Survival, asked: int | None = None) -> float:
         """Return the expected seconds of a round: `round`, or with a delay those with a draft on another machine.
@@ -182,11 +181,11 @@ class PlanCosts:
 
     def target(self, gamma: int) -> float:
         """Return the expected seconds of the target's pass in a round that asks for gamma tokens."""
-        return self._expected(self.widths(gamma), self._target)
+        return self._expected(self.widths(gamma), "target")
 
     def draft(self, gamma: int) -> float:
         """Return the expected seconds of drafting in a round that asks for gamma tokens."""
-        return self._expected(self.widths(gamma), self._draft)
+        return self._expected(self.widths(gamma), "draft")
 
     def widths(self, gamma: int) -> dict[int, float]:
         """Return width -> its chance, when every row drafts the lesser of gamma and what the drafter offers."""
@@ -199,20 +198,14 @@ class PlanCosts:
         return {width: chance for width, chance in chances.items() if chance > 0}
 
     @cached_property
-    def _round(self) -> dict[int, float]:
-        return {width: median(beat.seconds for beat in beats) for width, beats in self.by_width.items()}
+    def _medians(self) -> dict[str, dict[int, float]]:
+        return {
+            part: {width: median(getattr(beat, part) for beat in beats) for width, beats in self.by_width.items()}
+            for part in ("seconds", "target", "draft")
+        }
 
-    @cached_property
-    def _target(self) -> dict[int, float]:
-        return {width: median(beat.target for beat in beats) for width, beats in self.by_width.items()}
-
-    @cached_property
-    def _draft(self) -> dict[int, float]:
-        return {width: median(beat.draft for beat in beats) for width, beats in self.by_width.items()}
-
-    @staticmethod
-    def _expected(chances: Mapping[int, float], measured: Mapping[int, float]) -> float:
-        return sum(chance * between(measured, width) for width, chance in chances.items())
+    def _expected(self, chances: Mapping[int, float], part: str) -> float:
+        return sum(chance * between(self._medians[part], width) for width, chance in chances.items())
 
     def resampled(self, rng: random.Random) -> PlanCosts:
         """Return a bootstrap sample: rounds drawn with replacement, among those of the same width."""
@@ -349,18 +342,15 @@ def predict(tallies: Sequence[AcceptanceCounts], costs: PlanCosts, outline: Outl
     points = [_point(gamma, alpha, kept, costs, outline.length) for gamma in outline.wanted]
     alphas = sorted(tally.beta / tally.positions for tally in tallies if tally.positions)
     predictions = _with_intervals(points, tallies, costs, outline)
-    limit = None if costs.delay is None else longest_delay(lambda away: _best_long(kept, costs, outline, away))
+    limit = None
+    if costs.delay is not None:
+        limit = longest_delay(
+            lambda away: max(_long(each, kept, replace(costs, delay=away)) for each in outline.wanted)
+        )
     return Outlook(costs.rows, alpha, tuple(alphas), tuple(survival(tallies)), costs, tuple(predictions), limit)
 
 
-def _best_long(kept: Survival, costs: PlanCosts, outline: Outline, delay: float) -> float:
-    """Return the largest speed-up for endless texts, with the draft this delay (seconds) away."""
-    remote = replace(costs, delay=delay)
-    return max(_long(gamma, kept, remote) for gamma in outline.wanted)
-
-
 def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: int) -> SpeedPrediction:
-    """Return the prediction for one gamma, without an interval."""
     alone = costs.rows == 1  # in a batch, a row that nears its end does not make the round narrower
     rounds = [costs.lasting(drafted if alone else gamma, kept, gamma) for drafted in range(gamma + 1)]
     calls, seconds = emitting(kept, gamma, length, rounds.__getitem__)

@@ -91,7 +91,6 @@ def _arrival(line: Mapping[str, str], names: Mapping[str, str]) -> Arrival:
 
 
 def _seconds(text: str) -> float:
-    """Return a time in seconds, given as seconds or as a date."""
     try:
         return float(text)
     except ValueError:

@@ -75,7 +75,6 @@ class BeamCall:
         return self._result(hypotheses), stats
 
     def _result(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> Any:
-        """Return the texts as `generate` does: prompts and outputs padded to one length, with scores if requested."""
         texts, ids, ends = [each for some in hypotheses for each in some], self.batch.ids, self.config._eos_token_tensor
         fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as in `generate`, to which a pad of 0 is unset
         longest = max(len(each.tokens) for each in texts)

@@ -67,7 +67,6 @@ class SignatureWithTokenizer:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the running calls, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame

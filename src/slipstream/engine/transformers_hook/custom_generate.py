@@ -169,7 +169,6 @@ class CustomGenerate:
         return self._scorers
 
     def _decode(self, model: PreTrainedModel, batch: Batch, opening: Opening, streamer: Any) -> Any:
-        """Decode a batch by sampling or greedily -> what `generate` returns."""
         target, draft = scorers = self._pair(model)
         drafter, rule = ModelDrafter(draft, target.vocab), self._rule
         away = any(scorer.device != batch.ids.device for scorer in scorers)
@@ -191,7 +190,6 @@ class CustomGenerate:
         return batch.result(rows, sequences, read and read.cache)
 
     def _search(self, model: PreTrainedModel, call: BeamCall) -> Any:
-        """Decode with beams -> what `generate` returns."""
         target, draft = self._pair(model)
         drafter = ModelDrafter(draft, target.vocab)
         decoder = Decoder(target, drafter, controller=self._controller)
