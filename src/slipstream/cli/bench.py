@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Work = panel(
     None,
-    quick=own(bool, False, "A few minutes: 4 prompts, 48 tokens, gamma 5, batch 1."),
+    quick=own(bool, False, "Two minutes at most: up to 4 prompts, 48 tokens, gamma 5, batch 1."),
     file=PROMPTS,
     repetitions=own(int | None, None, "How often everything is measured.", "N", min=1),
 )
@@ -167,9 +167,11 @@ LEGEND = (
 
 def _show(report: BenchReport, screen: Console) -> None:
     name = row_names(report.rows)
-    tokens = f"{'' if report.settings.ignore_eos else 'at most '}{report.settings.max_new_tokens} new tokens"
+    most = report.settings.max_new_tokens
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
         rows = [row for row in report.rows if (row.batch, row.temperature) == (batch, temperature)]
+        mean = rows[0].tokens // (rows[0].prompts * len(rows[0].speeds))  # fewer than asked for, if time was short
+        tokens = f"{mean} new tokens" if report.settings.ignore_eos else f"at most {most} new tokens"
         amount = f"{rows[0].prompts} prompts x {tokens} x {len(rows[0].speeds)} repetitions"
         screen.print(f"\nbatch {batch}, temperature {temperature:g}: {amount}", style="bold")
         speeds, rounds = figures_table("", *SPEED), figures_table("", *ROUND)
