@@ -118,6 +118,8 @@ def test_an_answer_streams_with_its_sources_and_figures(drafting_page: Page) -> 
     page.say()
     page.wait(lambda: page.all("#messages li.assistant span"))
     assert page.at("stop").is_enabled() and not page.at("send").is_enabled()
+    page.wait(lambda: re.match(r"\d", page.at("per-call").text))  # while the text streams
+    assert page.at("stop").is_enabled() and page.all("#rounds li")
     early = len(page.answer())
     page.wait(page.at("again").is_enabled)
     assert len(page.answer()) > early
@@ -135,11 +137,27 @@ def test_an_answer_streams_with_its_sources_and_figures(drafting_page: Page) -> 
     assert tokens >= 160
 
 
-def test_a_plain_rerun_gives_the_same_text_and_a_factor(page: Page) -> None:
+def test_examples_are_asked_until_something_was(page: Page) -> None:
+    page.wait(lambda: page.all("#examples button"))
+    wanted = page.all("#examples button")[0].text
+    page.all("#examples button")[0].click()
+    page.wait(page.at("again").is_enabled)
+    assert page.all("#messages li.user")[0].text.startswith(wanted) and page.answer()
+    assert not page.all("#examples button")
+    page.at("clear").click()
+    assert page.all("#examples button")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [("24", "too short to tell|nothing was drafted"), ("96", r"\d+\.\d\d×|as fast|nothing was drafted")],
+)
+def test_a_plain_rerun_gives_the_same_text_and_a_factor_above_noise(page: Page, tokens: str, said: str) -> None:
+    page.set("max-tokens", tokens)
     text = page.ask()
     page.at("again").click()
-    page.wait(lambda: re.match(r"\d", page.at("factor").text))
-    assert re.fullmatch(r"\d+\.\d\d× \(the same text\)", page.at("factor").text)
+    page.wait(lambda: "(" in page.at("factor").text)
+    assert re.fullmatch(rf"({said}) \(the same text\)", page.at("factor").text)
     assert page.answer() == text and len(page.all("#messages li.assistant")) == 2
     [*_, latest] = page.all("#messages li.assistant")
     assert {span.get_attribute("class") for span in latest.find_elements(By.TAG_NAME, "span")} == {"target"}

@@ -6,6 +6,13 @@ let last = null; // the latest request that was answered: {body, path, seconds, 
 let running = null; // the AbortController of the answer that is being written
 let properties = { chat: false };
 
+const TEXT = "The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France. It is named after the engineer Gustave Eiffel, whose company designed and built the tower from 1887 to 1889.";
+const EXAMPLES = {
+  chat: ["What is photosynthesis?", `Where is the tower, and who is it named after? ${TEXT}`, "Write a short poem about the sea."],
+  text: ["def is_palindrome(text):\n", "class Stack:\n    def __init__(self):\n", "import re\n\n\ndef find_dates(text):\n"],
+};
+const NOISE = 0.1; // a smaller difference of two speeds says nothing
+
 async function ask(path, body, { signal } = {}) {
   const headers = { "Content-Type": "application/json" };
   if (at("key").value) headers.Authorization = `Bearer ${at("key").value}`;
@@ -76,16 +83,48 @@ function show(item, token) {
   item.append(span);
 }
 
-// Read one answer -> what it was, with the metrics of its last chunk.
+// Count what the tokens so far say: a round is the guesses that were kept, and a token of the target.
+function counter() {
+  const began = performance.now(), [drafted, accepted] = [[], []];
+  let first = null, tokens = 0, kept = 0;
+  return (token) => {
+    first ??= performance.now();
+    tokens += 1;
+    if (token.source === "draft") return void (kept += 1);
+    accepted.push(kept);
+    drafted.push(kept + (token.refused?.length ?? 0));
+    kept = 0;
+    const [all, good] = [drafted, accepted].map((counts) => counts.reduce((sum, count) => sum + count, 0));
+    const seconds = (performance.now() - first) / 1000;
+    figures({
+      metrics: {
+        tokens_per_second: seconds > 0.2 ? (tokens - 1) / seconds : null,
+        time_to_first_token_ms: first - began,
+        speculative_decoding: {
+          mean_acceptance_length: tokens / accepted.length,
+          draft_acceptance_rate: all ? good / all : null,
+          per_step_drafted: drafted,
+          per_step_accepted: accepted,
+        },
+      },
+    });
+  };
+}
+
+// Read one answer -> what it was, with the metrics of its last chunk; the figures follow its tokens.
 async function answer({ path, body }, item, signal) {
   const began = performance.now();
+  const count = counter();
   const found = { text: "", tokens: 0, metrics: null };
   for await (const chunk of events(await ask(path, body, { signal }))) {
     if (chunk.metrics) found.metrics = chunk.metrics;
     if (chunk.usage) found.tokens = chunk.usage.completion_tokens;
     for (const choice of chunk.choices ?? []) {
       found.text += choice.delta?.content ?? choice.text ?? "";
-      for (const token of choice.explained ?? []) show(item, token);
+      for (const token of choice.explained ?? []) {
+        show(item, token);
+        count(token);
+      }
     }
   }
   found.seconds = (performance.now() - began) / 1000;
@@ -116,6 +155,7 @@ async function send() {
   if (!properties.chat) history.length = 0;
   history.push({ role: "user", content: text });
   bubble("user", "you").append(text);
+  examples();
   at("text").value = "";
   const asked = request();
   await busy(async (signal) => {
@@ -136,7 +176,10 @@ async function again() {
     const found = await answer({ path: last.path, body }, item, signal);
     const [fast, plain] = [last.found, found].map((one) => one.metrics?.tokens_per_second);
     const same = found.text === last.found.text ? "the same text" : "another text, as sampling may give";
-    at("factor").textContent = fast && plain ? `${(fast / plain).toFixed(2)}× (${same})` : "too short to tell";
+    const factor = Math.abs(fast / plain - 1) < NOISE ? "as fast" : `${(fast / plain).toFixed(2)}×`;
+    const told = fast && plain && last.found.tokens >= 32;
+    const drafted = last.found.metrics?.speculative_decoding?.num_draft_tokens;
+    at("factor").textContent = `${!drafted ? "nothing was drafted" : told ? factor : "too short to tell"} (${same})`;
   });
 }
 
@@ -186,6 +229,22 @@ function chart(shares, recommended) {
   at("chart-text").textContent = `Share of guesses kept (%), by place in the draft, of all requests.${advice}`;
 }
 
+// Buttons that ask an example, while nothing was asked.
+function examples() {
+  const shown = at("messages").childElementCount ? [] : EXAMPLES[properties.chat ? "chat" : "text"];
+  if (at("examples").childElementCount === shown.length) return;
+  at("examples").replaceChildren(...shown.map((text) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = text.length > 60 ? `${text.slice(0, 60)}…` : text.trim();
+    button.addEventListener("click", () => {
+      at("text").value = text;
+      if (!running) send();
+    });
+    return button;
+  }));
+}
+
 async function refresh() {
   try {
     properties = await (await ask("props")).json();
@@ -196,6 +255,7 @@ async function refresh() {
   at("models").textContent = `${properties.target}${properties.draft ? ` with the draft ${properties.draft}` : ", plainly"}, rule ${properties.rule}`;
   at("load").textContent = `${properties.running} running, ${properties.waiting} waiting`;
   chart(properties.acceptance_by_position, properties.recommended_gamma);
+  examples();
 }
 
 at("ask").addEventListener("submit", (event) => {
@@ -214,6 +274,7 @@ at("clear").addEventListener("click", () => {
   history.length = 0;
   last = null;
   at("messages").replaceChildren();
+  examples();
   at("again").disabled = true;
   at("text").focus();
 });
