@@ -19,7 +19,7 @@ from slipstream.drafters.specification import drafter
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.text.documents import read
+from slipstream.text.documents import read, token_ids
 from toys import FAMILIES, HF_VOCAB, scorer, tiny
 
 
@@ -44,6 +44,20 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     assert documents(tmp_path / "d.jsonl.gz", field="answer") == ["z"]
     (tmp_path / "d.jsonl.gz").unlink()
     assert documents(tmp_path) == ["x = 1", "one\ntext", "t", [1, 2], "a", "b", [5, 6], [7, 8], [9, 0]]
+
+
+def test_a_chat_without_an_answer_is_written_by_the_template(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "why?"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, [{"messages": chat}, {"messages": [*chat, talk("so")]}])))
+    assert documents(file) == [chat, "so"]
+    tokenizer = load_tokenizer(EMBEDDED / "target")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: the messages have no answer"):
+        list(token_ids([str(file)], tokenizer))
+    tokenizer.chat_template = (
+        "{% for m in messages %}# {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    assert [tokenizer.decode(ids) for ids in token_ids([str(file)], tokenizer)] == ["# why?\nA:", "so"]
 
 
 def talk(content: str) -> dict[str, str]:

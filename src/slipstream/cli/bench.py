@@ -73,7 +73,8 @@ def bench(context: typer.Context) -> None:
 
     Example: slipstream bench --quick --plot speed.png
     """
-    from slipstream.bench import FULL, QUICK, line_up, measure
+    with busy(console(stderr=True), "starting"):
+        from slipstream.bench import FULL, QUICK, line_up, measure
     from slipstream.measure.pictures import check_plot
 
     params = context.params

@@ -69,7 +69,8 @@ def chat(context: typer.Context) -> None:
     """
     params = context.params
     raw, system = params["raw"], params["system"]
-    options = call_options(params, written_parameters(context))
+    with busy(console(stderr=True), "starting"):
+        options = call_options(params, written_parameters(context))
     if raw and system is not None:
         raise ValueError("--system and --raw exclude each other: only a chat template knows a system.")
     with busy(console(stderr=True), "loading"):

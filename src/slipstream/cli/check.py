@@ -49,9 +49,10 @@ def check(context: typer.Context, prompts: Prompts = None) -> None:
 
     Example: slipstream check --verify block --temperature 0.8 --top-p 0.9
     """
-    from slipstream.bench import PROMPTS
-    from slipstream.check import check as run
-    from slipstream.engine.load import load
+    with busy(console(stderr=True), "starting"):
+        from slipstream.bench import PROMPTS
+        from slipstream.check import check as run
+        from slipstream.engine.load import load
 
     params = context.params
     given = prompts or params["file"]

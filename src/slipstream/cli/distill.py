@@ -87,8 +87,8 @@ def distill(context: typer.Context, target: Target = None) -> None:
     folder = params["work"] or out.with_name(out.name + ".training")
     try:
         with busy(console(stderr=True), "loading"):
+            divided = _documents(target, data, params["field"])  # which may be unfit, before the model is loaded
             engine = _engine(target, params["dtype"], params["device"], params["compile"])
-            divided = _documents(engine, data, params["field"])
         student, chosen = _student(engine, aim, divided, settings, folder, params["compile"])
         material = _material(engine, divided, settings, params["write"], folder)
         distiller = Distiller(engine, student, material, chosen.costs, settings, folder)
@@ -142,20 +142,19 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
     progress = console(stderr=True).print if compile else None
     engine = load(source, dtype=exact, device=device, batch_size=64, compile=compile, progress=progress)
     target_of(engine)
-    if engine.tokenizer is None:
-        raise ValueError(f"{engine.decoder.target.name} has no tokenizer stored with it, so it cannot read the texts.")
     tell(engine.notes)
     return engine
 
 
-def _documents(engine: Engine, data: Sequence[str], field: str | None) -> Divided:
+def _documents(target: str | None, data: Sequence[str], field: str | None) -> Divided:
+    from slipstream.models.loading.load import load_tokenizer
     from slipstream.text.documents import token_ids
     from slipstream.training.material import divide
 
-    skipped = list[Path]()
-    end = engine.tokenizer.eos_token_id
+    skipped, tokenizer = list[Path](), load_tokenizer(target or "embedded")
+    end = tokenizer.eos_token_id
     between = [] if end is None else [end]
-    documents = [[*between, *ids] for ids in token_ids(data, engine.tokenizer, field, skipped)]
+    documents = [[*between, *ids] for ids in token_ids(data, tokenizer, field, skipped)]
     tell_skipped(skipped)
     return divide(documents)
 

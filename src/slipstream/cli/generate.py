@@ -79,7 +79,8 @@ def generate(context: typer.Context, prompts: Prompts = None) -> None:
     params = context.params
     _check_output(params)
     items, engine = gather(prompts or [], params["file"], params["chat"]), None
-    options = call_options(params, written_parameters(context))
+    with busy(console(stderr=True), "starting"):
+        options = call_options(params, written_parameters(context))
     media = {"images": list(map(str, params["image"] or ())), "audio": list(map(str, params["audio"] or ()))}
     items = [with_media(item, media) for item in items]
     form = read_form(params)

@@ -86,14 +86,16 @@ def serve(context: typer.Context) -> None:
     """
     needed()
     params = context.params
-    recipe = _recipe(context)
+    with busy(console(stderr=True), "starting"):
+        recipe = _recipe(context)
     if params["ray"]:
         raise typer.Exit(_on_cluster(recipe, params))
     if params["replicas"] or params["ray_address"]:
         raise ValueError("--replicas and --ray-address are about a cluster: add --ray.")
-    from slipstream.serve import server
-    from slipstream.serve.gate import AccessLog
-    from slipstream.serve.sockets import listen
+    with busy(console(stderr=True), "starting"):
+        from slipstream.serve import server
+        from slipstream.serve.gate import AccessLog
+        from slipstream.serve.sockets import listen
 
     path = params["access_log"]
     log = sys.stdout if path == "-" else open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115

@@ -17,8 +17,8 @@ DATASET = "dataset:"
 TOGETHER = 64
 """The number of documents that are tokenized at once."""
 
-Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]]
-"""A document: a text, or token ids (length,)."""
+Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]] | Sequence[dict[str, Any]]
+"""A document: a text, token ids (length,), or the messages of a chat that has no answer."""
 
 
 class NotText(ValueError):
@@ -31,9 +31,9 @@ def read(
     """Read files, folders and datasets, in order -> pairs (where it is from, document).
 
     `.jsonl` (also `.gz`) has a document per line: in `field`, or the first of "text", "tokens" and "messages"; in the
-    last, the content of every assistant message is a document. `.npy` holds token ids, a document per row if it has
-    two dimensions. Any other file is one text. In a folder all files are read except hidden ones and those that are not
-    text in UTF-8, which are added to `skipped`.
+    last, the content of every assistant message is a document, or, without one, the chat itself. `.npy` holds token
+    ids, a document per row if it has two dimensions. Any other file is one text. In a folder all files are read except
+    hidden ones and those that are not text in UTF-8, which are added to `skipped`.
     `dataset:NAME`, `dataset:NAME:SPLIT` and `dataset:NAME:CONFIG:SPLIT` stream a dataset of the `datasets` library,
     with rows like those of JSON lines; the split is "train" unless given.
 
@@ -56,12 +56,24 @@ def read(
 def token_ids(
     sources: Sequence[str], tokenizer: Any, field: str | None = None, skipped: list[Path] | None = None
 ) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-    """Read documents as `read` does -> their token ids, each (length,); many texts are tokenized at once."""
+    """Read documents as `read` does -> their token ids, each (length,); many texts are tokenized at once.
+
+    Chats are written by the tokenizer's chat template. Raises ValueError if it has none.
+    """
     documents = read(sources, field, skipped)
-    while some := [document for _, document in islice(documents, TOGETHER)]:
+    while some := [_templated(*found, tokenizer) for found in islice(documents, TOGETHER)]:
         texts = [document for document in some if isinstance(document, str)]
         encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
         yield from (np.asarray(next(encoded) if isinstance(one, str) else one, np.int64) for one in some)
+
+
+def _templated(where: str, document: Document, tokenizer: Any) -> Document:
+    """Return a chat as the text that the template writes, up to where the answer begins; others as they are."""
+    if not (isinstance(document, list) and document and isinstance(document[0], dict)):
+        return document
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"{where}: the messages have no answer, and the tokenizer no chat template to ask for one.")
+    return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=True))
 
 
 def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
@@ -151,7 +163,8 @@ def _documents(record: Any, field: str | None, where: str) -> Iterator[Document]
     value = record[name]
     if isinstance(value, list) and all(isinstance(message, dict) for message in value):
         contents = [message.get("content") for message in value if message.get("role") == "assistant"]
-        yield from (content for content in contents if isinstance(content, str) and content)
+        answers: list[Document] = [content for content in contents if isinstance(content, str) and content]
+        yield from answers or ([value] if value else [])
     elif isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
         yield value
     else:

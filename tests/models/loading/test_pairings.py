@@ -74,7 +74,7 @@ def test_the_embedded_pair_has_a_name_too() -> None:
 def test_names_of_models_are_short(tmp_path: Path) -> None:
     folder = shutil.copytree(EMBEDDED / "target", tmp_path / "mine")
     assert load(str(folder)).decoder.target.name == source_name(folder) == "mine"
-    assert source_name("org/model") == "org/model" and source_name(load_model(folder)) is None
+    assert source_name("org/model") == "org/model" and source_name(load_model(folder)) is source_name("") is None
     assert Recipe(ModelOptions("org/model", str(folder)), None, None).draft == "mine"  # type: ignore[arg-type]
 
 

@@ -63,8 +63,8 @@ class Origin:
 
 
 def source_name(source: Any) -> str | None:
-    """Return the short name of a model: of a path its last part, else as given; None for a loaded model."""
-    if not isinstance(source, str | Path):
+    """Return the short name of a model: of a path its last part, else as given; None for a loaded or nameless one."""
+    if not isinstance(source, str | Path) or not source:
         return None
     path = Path(source).expanduser()
     return path.resolve().name if isinstance(source, Path) or path.exists() else source

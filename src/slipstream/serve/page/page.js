@@ -179,6 +179,7 @@ async function again() {
     const factor = Math.abs(fast / plain - 1) < NOISE ? "as fast" : `${(fast / plain).toFixed(2)}×`;
     const told = fast && plain && last.found.tokens >= 32;
     const drafted = last.found.metrics?.speculative_decoding?.num_draft_tokens;
+    figures(last.found);
     at("factor").textContent = `${!drafted ? "nothing was drafted" : told ? factor : "too short to tell"} (${same})`;
   });
 }
