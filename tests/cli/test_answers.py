@@ -12,27 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import slipstream
-import slipstream.cli
 from processes import OUTPUT, Command
-from slipstream.cli.app import app
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
 from slipstream.text.answers import Answers
-
-PROMPTS = ["x =", "import", "import", "class A", "def f(x):", "import"]
-SETTINGS = ["--max-new-tokens", "12", "--temperature", "1", "--seed", "4", "--stop", r"\n"]
-
-
-def run(*arguments: str) -> Result:
-    """`slipstream generate ARGUMENTS` on the embedded pair, with nobody watching."""
-    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
-    result = CliRunner().invoke(app, ["generate", *arguments], env=clean)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+from terminal import run
 
 
 def read(text: str) -> dict[int, dict[str, Any]]:
@@ -40,11 +26,6 @@ def read(text: str) -> dict[int, dict[str, Any]]:
     lines = [json.loads(line) for line in text.splitlines()]
     assert len({line["index"] for line in lines}) == len(lines)
     return {line.pop("index"): {name: line[name] for name in line if name != "stats"} for line in lines}
-
-
-def complaint(result: Result) -> str:
-    assert result.exit_code == 2 and result.stdout == ""
-    return result.stderr
 
 
 @pytest.fixture
@@ -91,7 +72,7 @@ def test_an_interruption_waits_for_the_end_of_a_line() -> None:
 @pytest.mark.usefixtures("failing")
 @pytest.mark.parametrize("mode", [[], ["--stream"], ["--explain"], ["--json"]])
 def test_a_prompt_that_fails_takes_no_other_with_it(mode: list[str]) -> None:
-    result = run("x =", "class A", "import", "--max-new-tokens", "6", *mode)
+    result = run("generate", "x =", "class A", "import", "--max-new-tokens", "6", *mode)
     assert result.exit_code == 2 and result.stderr.count("ValueError: stuck") == 1
     if mode == ["--json"]:
         assert sorted(read(result.stdout)) == [0, 1, 2]
@@ -112,11 +93,11 @@ def test_a_full_context_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         return done
 
     monkeypatch.setattr(Engine, "generate", full)
-    result = run("x =", "--max-new-tokens", "2", "--json")
+    result = run("generate", "x =", "--max-new-tokens", "2", "--json")
     context = slipstream.load().decoder.target.context
     assert result.exit_code == 0 and read(result.stdout)[0]["context_full"] is True
     assert f"slipstream: note: the answer (prompt 1) ended early, at the {context} tokens that " in result.stderr
-    result = run(*"abcde", "--max-new-tokens", "2")
+    result = run("generate", *"abcde", "--max-new-tokens", "2")
     assert "note: 5 answers (prompt 1, prompt 2, prompt 3, ...) ended early" in result.stderr
 
 
@@ -132,7 +113,7 @@ def test_text_is_printed_in_order_as_soon_as_possible(monkeypatch: pytest.Monkey
         raise Interrupted([*done[:2], replace(done[2], tokens=(), text="", finish_reason="interrupted")])
 
     monkeypatch.setattr(Engine, "generate", generate)
-    result = run("a", "b", "c")
+    result = run("generate", "a", "b", "c")
     assert result.exit_code == 130
     assert result.stdout == (f"==> prompt 1 <==\na{done[0].text}\n\n==> prompt 2 <==\nb{done[1].text}\n")
 

@@ -6,22 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import slipstream
-from slipstream.cli.app import app
+from terminal import run
 
 BEAMS = ("--num-beams", "3", "--num-return-sequences", "2", "--max-new-tokens", "8", "--dtype", "float32")
 PROMPTS = ("def add(a, b):", "import os")
-
-
-def run(*arguments: str) -> Result:
-    """`slipstream generate ARGUMENTS`, with nobody watching."""
-    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
-    result = CliRunner().invoke(app, ["generate", *arguments], env=clean)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def lines(text: str) -> dict[int, dict[str, Any]]:
@@ -30,10 +20,10 @@ def lines(text: str) -> dict[int, dict[str, Any]]:
 
 def test_texts_and_json_are_those_of_the_engine() -> None:
     done = slipstream.load(dtype="float32").generate(PROMPTS, num_beams=3, num_return_sequences=2, max_new_tokens=8)
-    shown = run(*PROMPTS, "--draft", "embedded", *BEAMS).stdout
+    shown = run("generate", *PROMPTS, "--draft", "embedded", *BEAMS).stdout
     assert [text in shown for text in (each.text for each in done)] == [True] * 4
     assert shown.count("==> ") == 4 and "prompt 2, sample 2" in shown
-    printed = lines(run(*PROMPTS, "--draft", "embedded", *BEAMS, "--json").stdout)
+    printed = lines(run("generate", *PROMPTS, "--draft", "embedded", *BEAMS, "--json").stdout)
     assert [printed[place]["tokens"] for place in range(4)] == [list(each.tokens) for each in done]
     assert [printed[place]["score"] for place in range(4)] == pytest.approx([each.score for each in done], abs=1e-4)
     assert [(printed[place]["prompt"], printed[place]["sample"]) for place in range(4)] == [
@@ -56,14 +46,14 @@ def test_texts_and_json_are_those_of_the_engine() -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(options: tuple[str, ...], sentence: str) -> None:
-    result = run(PROMPTS[0], *options)
+    result = run("generate", PROMPTS[0], *options)
     assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
 def test_early_stopping_is_written_in_words() -> None:
     for word, value in (("true", True), ("false", False), ("never", "never")):
-        printed = lines(run(PROMPTS[0], *BEAMS, "--early-stopping", word, "--json").stdout)
+        printed = lines(run("generate", PROMPTS[0], *BEAMS, "--early-stopping", word, "--json").stdout)
         done = slipstream.load(dtype="float32").generate(
             PROMPTS[0], num_beams=3, num_return_sequences=2, max_new_tokens=8, early_stopping=value
         )

@@ -16,7 +16,7 @@ from slipstream.decoding.grammar import Grammars
 from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.serve.call_grammar import CallGrammar
-from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim, as_message, joined
+from slipstream.serve.readers import ByFamily, Reader, as_message, joined, many_calls, one_call, verbatim
 from slipstream.serve.response_format import AnswerForm
 from slipstream.text.detokenize import Detokenizer
 
@@ -203,7 +203,7 @@ def test_text_outside_all_regions_is_the_content_of_a_message_without_any() -> N
 
 def test_a_family_without_a_form_is_read_as_it_is(tokenizer: Any) -> None:
     assert AnswerForm.of(model("llama"), tokenizer, None) is None
-    assert read(Verbatim(), "<think>x</think> y", tokenizer).content == "<think>x</think> y"
+    assert read(verbatim, "<think>x</think> y", tokenizer).content == "<think>x</think> y"
 
 
 # ---- fuzz ----
@@ -302,7 +302,7 @@ def pieces(text: str, tokenizer: Any, stop: str | None = None) -> list[Piece]:
 
 def read(reader: Reader, text: str, tokenizer: Any, stop: str | None = None) -> Any:
     """The message that a reader makes of a text."""
-    return as_message([delta for piece in pieces(text, tokenizer, stop) for delta in reader.read(piece)])
+    return as_message([delta for piece in pieces(text, tokenizer, stop) for delta in reader(piece)])
 
 
 def by_family(made: AnswerForm) -> ByFamily:
@@ -332,8 +332,8 @@ def test_marks_may_be_tokens_that_are_not_printed() -> None:
 
 
 def test_arguments_of_one_call_come_as_they_are_written(tokenizer: Any) -> None:
-    reader = OneCall("add")
-    deltas = [delta for piece in pieces('{"a": 12345}', tokenizer) for delta in reader.read(piece)]
+    reader = one_call("add")
+    deltas = [delta for piece in pieces('{"a": 12345}', tokenizer) for delta in reader(piece)]
     assert len(deltas) > 1 and deltas[0].tool_calls[0].function.name == "add"
     assert all(delta.tool_calls[0].function.name is None for delta in deltas[1:])
     assert as_message(deltas).tool_calls[0].function.arguments == '{"a": 12345}'
@@ -341,11 +341,11 @@ def test_arguments_of_one_call_come_as_they_are_written(tokenizer: Any) -> None:
 
 def test_many_calls_are_told_one_by_one(tokenizer: Any) -> None:
     text = ' [{"name": "add", "parameters": {"a": "],["}}, {"name": "sub", "parameters": {}}, {"name": "cu'
-    reader, seen = ManyCalls(), []
+    reader, seen = many_calls(), []
     for place, piece in enumerate(pieces(text, tokenizer)):
-        seen += [place for delta in reader.read(piece) for _ in delta.tool_calls]
+        seen += [place for delta in reader(piece) for _ in delta.tool_calls]
     assert len(seen) == 2 and seen[0] < seen[1] < len(pieces(text, tokenizer)) - 1
-    message = read(ManyCalls(), text, tokenizer)
+    message = read(many_calls(), text, tokenizer)
     assert [call.function.name for call in message.tool_calls] == ["add", "sub"] and message.content is None
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": "],["}
 

@@ -98,7 +98,12 @@ def distill(context: typer.Context, target: Target = None) -> None:
         raise typer.Exit(INTERRUPTED) from None
     about = _about(distiller, target, data, aim, chosen)
     save_draft(distiller.as_used(), engine.tokenizer, about, out)
-    print(json_text({"out": str(out), **about.as_dict()}) if params["as_json"] else _summary(out, about))
+    if params["as_json"]:
+        print(json_text({"out": str(out), **about.as_dict()}))
+    else:
+        print(f"{out}: {about.parameters:,} parameters ({about.size}), {about.steps} steps, {about.tokens:,} tokens")
+        print(_measurement_line(about.measured[-1], about.settings.steps))
+        print(f"use: slipstream generate --target {about.target} --draft {out}")
 
 
 @dataclass(frozen=True)
@@ -183,8 +188,11 @@ def _student(
         raise ValueError(
             f"{folder} holds the training of a draft of another size ({chosen.name}): give another --work."
         )
-    for line in _candidate_lines(candidates, chosen):
-        say(line)
+    for one in candidates:
+        costs = f"{one.share:.1%} of the target, a drafting step costs {one.costs.c:.3f} of its steps"
+        promise = f"alpha {one.alpha[0]:.2f} / {one.alpha[1]:.2f} would give {one.gains[0]:.2f}x / {one.gains[1]:.2f}x"
+        taken = " <- taken" if one is chosen and len(candidates) > 1 else ""
+        say(f"{one.name}: {costs}; {promise} at temperature 0 / 1{taken}")
     return models[chosen.name].float().train(), chosen
 
 
@@ -254,16 +262,6 @@ def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _candidate_lines(candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
-    lines = []
-    for one in candidates:
-        costs = f"{one.share:.1%} of the target, a drafting step costs {one.costs.c:.3f} of its steps"
-        promise = f"alpha {one.alpha[0]:.2f} / {one.alpha[1]:.2f} would give {one.gains[0]:.2f}x / {one.gains[1]:.2f}x"
-        taken = " <- taken" if one is chosen and len(candidates) > 1 else ""
-        lines.append(f"{one.name}: {costs}; {promise} at temperature 0 / 1{taken}")
-    return lines
-
-
 def _measurement_line(measurement: Measurement, total: int) -> str:
     parts = list[str]()
     columns = zip((0, 1), measurement.alpha, measurement.kept, measurement.gammas, measurement.gains, strict=True)
@@ -271,13 +269,3 @@ def _measurement_line(measurement: Measurement, total: int) -> str:
         kept = " ".join(f"{share:.2f}" for share in shares)
         parts.append(f"T={temperature} alpha {alpha:.3f}, kept {kept}, {gain:.2f}x at gamma {gamma}")
     return f"step {measurement.steps}/{total}: {'; '.join(parts)}"
-
-
-def _summary(out: Path, about: Distilled) -> str:
-    return "\n".join(
-        [
-            f"{out}: {about.parameters:,} parameters ({about.size}), {about.steps} steps, {about.tokens:,} tokens",
-            _measurement_line(about.measured[-1], about.settings.steps),
-            f"use: slipstream generate --target {about.target} --draft {out}",
-        ]
-    )

@@ -96,6 +96,8 @@ def plan(context: typer.Context, prompts: Prompts = None) -> None:
     """
     if _answered_at_once(context):
         return
+    from slipstream.plan.planner import make
+
     params = context.params
     settings = _settings(params)
     _check_outputs(params)
@@ -104,7 +106,12 @@ def plan(context: typer.Context, prompts: Prompts = None) -> None:
     with busy(console(stderr=True), "loading"):
         models = asked_models(context, draft=None, gamma=None)
         engine, drafters = _load(models, params["draft"] or [], settings.sizes)
-    report = _measured(engine, drafters, texts, settings)
+    try:
+        with steps(console(stderr=True)) as on_step:
+            report = make(engine, drafters, texts, settings, on_step)
+    except KeyboardInterrupt:
+        say("interrupted: too little was measured for a plan.")
+        raise typer.Exit(INTERRUPTED) from None
     made = report.plan(models, engine.decoder.target.vocab)
     print(json_text(made.as_dict(), ensure_ascii=False)) if params["as_json"] else _show(report, console())
     if params["save"]:
@@ -207,17 +214,6 @@ def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -
     return engine, {name: drafter(name, context) for name in drafts}
 
 
-def _measured(engine: Engine, drafters: dict[str, Drafter], texts: Sequence[Any], settings: Any) -> PlanReport:
-    from slipstream.plan.planner import make
-
-    try:
-        with steps(console(stderr=True)) as on_step:
-            return make(engine, drafters, texts, settings, on_step)
-    except KeyboardInterrupt:
-        say("interrupted: too little was measured for a plan.")
-        raise typer.Exit(INTERRUPTED) from None
-
-
 def _export(made: Plan, engines: Sequence[str]) -> None:
     from slipstream.plan.exports import export
 
@@ -258,7 +254,10 @@ def _show(report: PlanReport, screen: Console) -> None:
     _show_memory(report, screen)
     for rows, gamma in report.gammas.items():
         screen.print(f"\n{_choice(report, rows, gamma)}", style="bold")
-        _show_distance(report, rows, screen)
+        farthest = report.outlooks[rows][report.draft].longest_delay
+        if settings.network_ms is not None and farthest is not None:  # it was not run there: nothing was verified
+            away = about_distance(settings.network_ms, 1000 * farthest)
+            screen.print(f"{away} Measured here, predicted for there.")
         for each in report.verifications:
             if each.rows == rows:
                 screen.print(_outcome(each))
@@ -291,15 +290,6 @@ def _show_memory(report: PlanReport, screen: Console) -> None:
         table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
     screen.print()
     screen.print(table)
-
-
-def _show_distance(report: PlanReport, rows: int, screen: Console) -> None:
-    """Print how far away a draft on another machine may be; it was not run there, so nothing was verified."""
-    longest = report.outlooks[rows][report.draft].longest_delay
-    if report.settings.network_ms is not None and longest is not None:
-        screen.print(
-            f"{about_distance(report.settings.network_ms, 1000 * longest)} Measured here, predicted for there."
-        )
 
 
 def _choice(report: PlanReport, rows: int, gamma: int) -> str:

@@ -34,7 +34,12 @@ def call_options(params: dict[str, Any], written: Collection[str]) -> dict[str, 
     from slipstream.engine.options import read_options
 
     options = {name: params[name] for name in OPTIONS if params.get(name) not in (None, (), [])}
-    options["stop"] = [_unescape(text) for text in options.get("stop", ())]
+    if not all(options.get("stop", ())):
+        raise ValueError("--stop is empty: give the text to end before.")
+    signs = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    options["stop"] = [
+        re.sub(r"\\([ntr\\])", lambda escape: signs[escape[1]], text) for text in options.get("stop", ())
+    ]
     if "logit_bias" in options:
         options["logit_bias"] = _biases(options["logit_bias"])
     if options.get("early_stopping") in EARLY:
@@ -60,14 +65,11 @@ def read_form(params: dict[str, Any]) -> dict[str, Any]:
     if len(forms) > 1:
         names = ", ".join("--grammar" if name == "lark_file" else flag(name) for name in forms)
         raise ValueError(f"{names} exclude each other: an answer has one form.")
-    return {FORMS[name]: _text(value) if isinstance(value, Path) else value for name, value in forms.items()}
-
-
-def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        texts = {name: value.read_text("utf-8") for name, value in forms.items() if isinstance(value, Path)}
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is no text in UTF-8.") from None
+        raise ValueError(f"{next(iter(forms.values()))} is no text in UTF-8.") from None
+    return {FORMS[name]: texts.get(name, value) for name, value in forms.items()}
 
 
 def _biases(texts: Sequence[str]) -> dict[int, float]:
@@ -83,13 +85,6 @@ def _biases(texts: Sequence[str]) -> dict[int, float]:
             raise ValueError(f"--logit-bias names the token {number} twice: give it one bias.")
         by_id[number] = value
     return by_id
-
-
-def _unescape(text: str) -> str:
-    r"""Return the text with the escapes \n, \t, \r and \\ replaced. Raises ValueError for an empty one."""
-    if not text:
-        raise ValueError("--stop is empty: give the text to end before.")
-    return re.sub(r"\\([ntr\\])", lambda escape: {"n": "\n", "t": "\t", "r": "\r"}.get(escape[1], "\\"), text)
 
 
 def answer_as_dict(completion: Completion) -> dict[str, Any]:

@@ -10,11 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Value = TypeVar("Value")
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-Sometimes = Annotated[Value | None, Field(exclude_if=_is_none)]
+Sometimes = Annotated[Value | None, Field(exclude_if=lambda value: value is None)]
 """A field that is left out of the JSON text where it is None; other empty fields are written as null."""
 
 
@@ -39,8 +35,6 @@ class Error(Answer):
 
 
 class ErrorAnswer(Answer):
-    """The body of every error."""
-
     error: Error
 
 
@@ -121,8 +115,6 @@ class Explained(Answer):
 
 
 class TopLogprob(Answer):
-    """A token that was possible at a position, with its log probability."""
-
     token: str
     logprob: float
     bytes: Sometimes[list[int]] = None
@@ -174,8 +166,6 @@ class TextChoice(Answer):
 
 
 class CompletionAnswer(Common):
-    """The answer of /v1/completions, also as the chunk of a stream."""
-
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
 
@@ -206,8 +196,6 @@ class FilledIn(Answer):
 
 
 class FunctionCallAnswer(Answer):
-    """The name of the called function, and its arguments as JSON text."""
-
     name: Sometimes[str] = None
     arguments: str
 
@@ -222,8 +210,6 @@ class ToolCallAnswer(Answer):
 
 
 class AssistantMessage(Answer):
-    """A message of the model: content, reasoning and tool calls."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: Sometimes[str] = None
@@ -232,8 +218,6 @@ class AssistantMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """One of the answers to a chat."""
-
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -242,8 +226,6 @@ class ChatChoice(Answer):
 
 
 class ChatAnswer(Common):
-    """The answer of /v1/chat/completions."""
-
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
 
@@ -268,15 +250,11 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Common):
-    """A chunk of a streamed chat."""
-
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
 
 
 class Model(Answer):
-    """A model that is served."""
-
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -285,8 +263,6 @@ class Model(Answer):
 
 
 class Models(Answer):
-    """All models that are served."""
-
     object: Literal["list"] = "list"
     data: list[Model]
 
@@ -308,21 +284,15 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """The text of tokens, under vLLM's name and llama.cpp's."""
-
     prompt: str
     content: str
 
 
 class Health(Answer):
-    """The status of a server that takes requests."""
-
     status: Literal["ok"] = "ok"
 
 
 class Version(Answer):
-    """The version of the server."""
-
     version: str
 
 
@@ -359,8 +329,6 @@ class TranscriptionSegment(Answer):
 
 
 class VerboseTranscription(Answer):
-    """The answer of /v1/audio/transcriptions as verbose_json; `duration` in seconds."""
-
     task: str
     language: str
     duration: float
@@ -369,6 +337,4 @@ class VerboseTranscription(Answer):
 
 
 class Transcription(Answer):
-    """The answer of /v1/audio/transcriptions."""
-
     text: str

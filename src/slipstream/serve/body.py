@@ -137,12 +137,9 @@ def _check_other(name: str, value: Any, model: type[Body]) -> None:
     if values is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
         return
     if values:
-        raise FieldError(shown, f"this value would change the answer and is not served; possible is {_json(values)}.")
+        allowed = " or ".join(map(json_text, values))
+        raise FieldError(shown, f"this value would change the answer and is not served; possible is {allowed}.")
     raise FieldError(shown, "this field would change the answer and is not served: leave it out.")
-
-
-def _json(values: Sequence[Any]) -> str:
-    return " or ".join(map(json_text, values))
 
 
 # ---- what is said of errors ------------------------------------------------------------------------------------------

@@ -47,13 +47,9 @@ async def chat_of(body: ChatRequest, tools: Tools, request: Request, field: str 
             "/v1/completions, or start the server with --chat-template FILE.",
             field,
         )
-    messages = await off_loop(request, _messages, body, state)
-    return Chat(messages, tools.for_template(), _variables(body, state, request))
-
-
-def _messages(body: ChatRequest, state: ServerState) -> list[dict[str, Any]]:
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
-    return with_open_media(messages, state)
+    messages = await off_loop(request, with_open_media, messages, state)
+    return Chat(messages, tools.for_template(), _variables(body, state, request))
 
 
 def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.serve.faults import BadRequest, NotServed
@@ -60,8 +59,8 @@ class Conversations:
             if found is None:
                 raise NoSuchResponse(f"previous_response_id is {body.previous_response_id!r}", "previous_response_id")
             before = found
-        given = body.input
-        new = [InputMessage(role="user", content=given)] if isinstance(given, str) else self._looked_up(given, tenant)
+        given = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        new = [self._item(each.id, tenant) if isinstance(each, InputReference) else each for each in given]
         return StoredConversation(tenant, (*before.items, *new), {}, before.size + size)
 
     def find(self, response: str, tenant: str) -> ResponseAnswer:
@@ -84,9 +83,6 @@ class Conversations:
         self._total += conversation.size
         while len(self._kept) > self._most or self._total > self._size:
             self._total -= self._kept.popitem(last=False)[1].size
-
-    def _looked_up(self, items: Sequence[Kept | InputReference], tenant: str) -> list[Kept]:
-        return [self._item(each.id, tenant) if isinstance(each, InputReference) else each for each in items]
 
     def _item(self, name: str, tenant: str) -> Kept:
         for (owner, _), conversation in reversed(self._kept.items()):

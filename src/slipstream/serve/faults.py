@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -21,14 +23,11 @@ class ServeError(HTTPException):
     status = 500
     kind = "server_error"
     code: str | None = None
+    more: Mapping[str, str] = MappingProxyType({})  # headers of the answer
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(self.status, message, self.more_headers())
+        super().__init__(self.status, message, dict(self.more))
         self.message, self.param = message, param
-
-    def more_headers(self) -> dict[str, str]:
-        """Return further headers of the answer."""
-        return {}
 
     def body(self) -> dict[str, Any]:
         """Return the error as the JSON object that OpenAI's clients expect."""
@@ -84,10 +83,7 @@ class WrongKey(ServeError):
     """No valid bearer key was sent (401)."""
 
     status, kind, code = 401, "authentication_error", "invalid_api_key"
-
-    def more_headers(self) -> dict[str, str]:
-        """Return the header that names the expected kind of key."""
-        return {"WWW-Authenticate": "Bearer"}
+    more = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class WrongHost(ServeError):
@@ -124,10 +120,7 @@ class TooManyRequests(ServeError, queued.QueueFull):
     """The queue is full: `max_queue` requests wait already (429)."""
 
     status, kind, code = 429, "rate_limit_error", "queue_full"
-
-    def more_headers(self) -> dict[str, str]:
-        """Return the header that says when to try again, in seconds."""
-        return {"Retry-After": "1"}
+    more = MappingProxyType({"Retry-After": "1"})
 
 
 class ServiceUnavailable(ServeError, queued.Unavailable):

@@ -38,7 +38,14 @@ def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -
     opener.add_handler(_Within(hosts))
     try:
         with opener.open(Request(url, headers={"User-Agent": "slipstream"}), timeout=seconds) as response:
-            return _read(response, most, until)
+            content = bytearray()
+            while piece := response.read1(PIECE):
+                content += piece
+                if len(content) > most:
+                    raise ValueError(f"an image of messages is longer than the {most} bytes that are fetched.")
+                if monotonic() > until:
+                    raise ValueError("an image of messages takes too long to come.")
+            return bytes(content)
     except HTTPError as error:
         error.close()
         raise ValueError(f"an image of messages cannot be fetched: its host answers {error.code}.") from None
@@ -76,14 +83,3 @@ class _Within(HTTPRedirectHandler):
         check_host(newurl, self.hosts)
         fp.close()  # the body of a redirect is not needed, and may be long
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _read(response: Any, most: int, until: float) -> bytes:
-    content = bytearray()
-    while piece := response.read1(PIECE):
-        content += piece
-        if len(content) > most:
-            raise ValueError(f"an image of messages is longer than the {most} bytes that are fetched.")
-        if monotonic() > until:
-            raise ValueError("an image of messages takes too long to come.")
-    return bytes(content)

@@ -73,7 +73,8 @@ class Gate:
             await self.app(scope, receive, send)
             return
         began, headers = monotonic(), Headers(scope=scope)
-        number = _request_id(headers.get("x-request-id"))
+        asked = headers.get("x-request-id", "")
+        number = asked if 0 < len(asked) <= 128 and asked.isascii() and asked.isprintable() else new_id()
         status, state = 0, scope.setdefault("state", {})
 
         async def answer(message: Message) -> None:
@@ -149,8 +150,3 @@ class Gate:
 async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -> None:
     body = for_path(error.body(), error.status, scope["path"])
     await JSONResponse(body, error.status, error.headers)(scope, receive, send)
-
-
-def _request_id(client_id: str | None) -> str:
-    plain = client_id is not None and 0 < len(client_id) <= 128 and client_id.isascii() and client_id.isprintable()
-    return client_id if client_id is not None and plain else new_id()

@@ -35,12 +35,9 @@ VALUES_PER_FIELD, ESCAPES_PER_VALUE, MARKS_PER_VALUE = 8, 4, 16
 """What takes longer to read than a number in a list may come less often, what takes less long more often."""
 
 
-def _unless_made(value: Any, validate: Callable[[Any], BaseModel]) -> BaseModel:
-    """Return a model as it is, and validate anything else."""
-    return value if isinstance(value, BaseModel) else validate(value)
-
-
-Once = Annotated[Model, WrapValidator(_unless_made)]
+Once = Annotated[
+    Model, WrapValidator(lambda value, validate: value if isinstance(value, BaseModel) else validate(value))
+]
 """The type of a body in a route: FastAPI does not validate again what `JsonRoute` has validated."""
 
 

@@ -39,31 +39,21 @@ def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> l
 
 def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
     content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_part(part, state) for part in content]}
+    return {**message, "content": [_part(part, state) for part in content]} if isinstance(content, list) else message
 
 
 def _part(part: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    modality = part_modality(part)
+    """Return a part of a message, opened if it is an image, from a `data:` URL or an allowed host, or a sound."""
+    modality, limits = part_modality(part), state.settings.limits
     if modality is None:
         return part
-    try:
-        content = part_content(part, "messages")
-        return media_part(modality, _sound(content, state) if modality is Modality.AUDIO else _image(content, state))
-    except ValueError as error:
-        raise BadRequest(str(error), "messages") from None
-
-
-def _sound(data: bytes, state: ServerState) -> Any:
-    assert state.engine.media is not None and isinstance(data, bytes), "the schema takes data alone"
-    return read_sound(data, state.engine.media.rate, state.settings.limits.sound_seconds)
-
-
-def _image(url: str, state: ServerState) -> Any:
-    settings = state.settings
-    if url.startswith("data:"):
-        content = data_url(url, "an image of messages")
-    else:
-        content = fetch(url, settings.image_hosts, settings.limits.image_bytes)
-    return decode(content, "an image of messages", settings.limits.image_pixels)
+    with state.refusing("messages"):
+        found = part_content(part, "messages")
+        if modality is Modality.AUDIO:
+            assert state.engine.media is not None and isinstance(found, bytes), "the schema takes data alone"
+            return media_part(modality, read_sound(found, state.engine.media.rate, limits.sound_seconds))
+        if found.startswith("data:"):
+            content = data_url(found, "an image of messages")
+        else:
+            content = fetch(found, state.settings.image_hosts, limits.image_bytes)
+        return media_part(modality, decode(content, "an image of messages", limits.image_pixels))

@@ -31,8 +31,6 @@ class MessageUsage(Answer):
 
 
 class MessageAnswer(Answer):
-    """The answer of /v1/messages."""
-
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -46,22 +44,16 @@ class MessageAnswer(Answer):
 
 
 class MessageEvent(Answer):
-    """An event of a streamed message."""
-
     model_config = ConfigDict(extra="allow")
 
     type: str
 
 
 class Counted(Answer):
-    """The answer of /v1/messages/count_tokens."""
-
     input_tokens: int
 
 
 class MessageError(Answer):
-    """What went wrong."""
-
     type: str
     message: str
     param: Sometimes[str] = None

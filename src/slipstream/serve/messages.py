@@ -13,8 +13,6 @@ from slipstream.text.jsontext import json_text
 
 
 class TextBlock(Body):
-    """A text in a message."""
-
     others = published.BLOCK
 
     type: Literal["text"]
@@ -29,10 +27,13 @@ class ImageSource(Body):
     data: str | None = None
     url: str | None = None
 
+    @property
+    def address(self) -> str:
+        """The URL that a chat has for it."""
+        return self.url or "" if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
+
 
 class ImageBlock(Body):
-    """An image in a message."""
-
     others = published.BLOCK
 
     type: Literal["image"]
@@ -40,8 +41,6 @@ class ImageBlock(Body):
 
 
 class ToolUseBlock(Body):
-    """A call of a tool, which the assistant made."""
-
     others = published.BLOCK
 
     type: Literal["tool_use"]
@@ -51,8 +50,6 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call of a tool."""
-
     others = published.BLOCK
 
     type: Literal["tool_result"]
@@ -93,8 +90,6 @@ class Turn(Body):
 
 
 class OfferedTool(Body):
-    """A tool that the model may use."""
-
     others = published.TOOL
 
     type: Literal["custom"] = "custom"
@@ -135,8 +130,6 @@ class OutputConfig(Body):
 
 
 class CountRequest(Addressed):
-    """The body of /v1/messages/count_tokens."""
-
     others = published.MESSAGES
 
     messages: list[Turn] = Field(min_length=1)
@@ -151,7 +144,11 @@ class CountRequest(Addressed):
         messages = [message for turn in self.messages for message in _messages(turn)]
         if self.system:
             messages.insert(0, {"role": "system", "content": _content(self.system)})
-        tools = [_tool(tool) for tool in self.tools or ()]
+        tools = []
+        for tool in self.tools or ():
+            about = {"description": tool.description} if tool.description else {}
+            function = {"name": tool.name, **about, "parameters": tool.input_schema}
+            tools.append({"type": "function", "function": function})
         chosen = self.tool_choice or AllowedTools(type="auto")
         forced = {"type": "function", "function": {"name": chosen.name or ""}}
         body = {"messages": messages, "tools": tools, "parallel_tool_calls": not chosen.disable_parallel_tool_use}
@@ -170,8 +167,6 @@ class CountRequest(Addressed):
 
 
 class MessagesRequest(CountRequest):
-    """The body of /v1/messages."""
-
     max_tokens: Count
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: Probability | None = None
@@ -216,15 +211,6 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     return [
         {"type": "text", "text": block.text}
         if isinstance(block, TextBlock)
-        else {"type": "image_url", "image_url": {"url": _address(block.source)}}
+        else {"type": "image_url", "image_url": {"url": block.source.address}}
         for block in content
     ]
-
-
-def _address(source: ImageSource) -> str:
-    return source.url or "" if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
-
-
-def _tool(tool: OfferedTool) -> dict[str, Any]:
-    about = {"description": tool.description} if tool.description else {}
-    return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}

@@ -30,7 +30,10 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     if body.top_k == -1:  # off, as in vLLM
         options["top_k"] = 0
     if body.logit_bias:
-        options["logit_bias"] = _biases(body.logit_bias)
+        if wrong := [token for token in body.logit_bias if not (token.isascii() and token.isdecimal())]:
+            raise BadRequest(f"logit_bias has the key {wrong[0]!r}, but a token id is a whole number.", "logit_bias")
+        biases = {int(token): bias for token, bias in body.logit_bias.items()}
+        options["logit_bias"] = {token: float("-inf") if bias == -100 else bias for token, bias in biases.items()}
     if body.prediction is not None:
         content = body.prediction.content
         options["prediction"] = content if isinstance(content, str) else "".join(part.text for part in content)
@@ -52,16 +55,6 @@ def check_limits(body: Decoding, limits: Limits) -> None:
         count = len(value) if isinstance(value, list | dict) else value if name == "n" else 1
         if count and count > most:
             raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
-
-
-def _biases(biases: dict[str, float]) -> dict[int, float]:
-    """Return biases by token id; as in OpenAI's interface, -100 forbids a token. Raises BadRequest for other keys."""
-    by_id = {}
-    for token, bias in biases.items():
-        if not token.isascii() or not token.isdecimal():
-            raise BadRequest(f"logit_bias has the key {token!r}, but a token id is a whole number.", "logit_bias")
-        by_id[int(token)] = float("-inf") if bias == -100 else bias
-    return by_id
 
 
 def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.engine.generation import Piece
 from slipstream.serve import answers
@@ -13,61 +12,55 @@ from slipstream.serve.regions import Regions, new_call
 from slipstream.text.detokenize import Detokenizer
 from slipstream.text.jsontext import json_text
 
-
-class Reader(Protocol):
-    """Turns the text of the model, piece by piece, into parts of an assistant's message."""
-
-    def read(self, piece: Piece) -> list[answers.Delta]:
-        """Return what a piece adds to the message; the last piece of a text has its completion."""
-        ...
+Reader = Callable[[Piece], list[answers.Delta]]
+"""Turns the text of the model, piece by piece, into parts of a message; the last piece of a text has its completion."""
 
 
-class Verbatim:
-    """Returns all text as the content of the message."""
-
-    def read(self, piece: Piece) -> list[answers.Delta]:
-        """Return the text of the piece as content."""
-        return [answers.Delta(content=piece.text)] if piece.text else []
+def verbatim(piece: Piece) -> list[answers.Delta]:
+    """Return all text as the content of the message."""
+    return [answers.Delta(content=piece.text)] if piece.text else []
 
 
-class OneCall:
-    """Returns all text as the arguments of one tool; a grammar makes the text valid arguments."""
+def one_call(name: str) -> Reader:
+    """Return a reader of all text as the arguments of one tool; a grammar makes the text valid arguments."""
+    begun = False
 
-    def __init__(self, name: str) -> None:
-        self._name: str | None = name
-
-    def read(self, piece: Piece) -> list[answers.Delta]:
-        """Return the tool's name first, then its arguments as they come."""
-        begin, self._name = self._name, None
-        if begin is None and not piece.text:
+    def read(piece: Piece) -> list[answers.Delta]:
+        nonlocal begun
+        if begun and not piece.text:
             return []
-        call = new_call(begin, piece.text) if begin else _more(piece.text)
+        more = answers.ToolCallAnswer(function=answers.FunctionCallAnswer(arguments=piece.text), index=0)
+        call, begun = more if begun else new_call(name, piece.text), True
         return [answers.Delta(tool_calls=[call])]
 
+    return read
 
-class ManyCalls:
-    """Parses a JSON array of calls, objects with a tool's name and parameters, and returns each once complete."""
 
-    def __init__(self) -> None:
-        self._text, self._count = "", 0
+def many_calls() -> Reader:
+    """Return a reader of a JSON array of calls, objects with a tool's name and parameters, each once it is complete.
 
-    def read(self, piece: Piece) -> list[answers.Delta]:
-        """Return the calls that became complete. If the text was cut before the first, the message has no call."""
-        self._text += piece.text
-        calls = []
-        while (call := self._next()) is not None:
-            calls.append(new_call(call["name"], json_text(call["parameters"]), self._count))
-            self._count += 1
+    If the text was cut before the first, the message has no call.
+    """
+    text, count = "", 0
+
+    def read(piece: Piece) -> list[answers.Delta]:
+        nonlocal text, count
+        text += piece.text
+        calls = list[answers.ToolCallAnswer]()
+        while True:
+            rest = text.lstrip(" \t\r\n[,")
+            try:
+                call, end = json.JSONDecoder().raw_decode(rest)
+            except json.JSONDecodeError:
+                break
+            text = rest[end:]
+            if not isinstance(call, dict):
+                break
+            calls.append(new_call(call["name"], json_text(call["parameters"]), count))
+            count += 1
         return [answers.Delta(tool_calls=calls)] if calls else []
 
-    def _next(self) -> dict[str, Any] | None:
-        rest = self._text.lstrip(" \t\r\n[,")
-        try:
-            call, end = json.JSONDecoder().raw_decode(rest)
-        except json.JSONDecodeError:
-            return None
-        self._text = rest[end:]
-        return call if isinstance(call, dict) else None
+    return read
 
 
 class ByFamily:
@@ -83,7 +76,7 @@ class ByFamily:
         self._read = 0  # the length of the text that was read
         self._marks: deque[tuple[int, str]] = deque()  # tokens that are not printed, behind the text that was read
 
-    def read(self, piece: Piece) -> list[answers.Delta]:
+    def __call__(self, piece: Piece) -> list[answers.Delta]:
         """Return the parts of the message that became certain."""
         if piece.token is not None:
             if mark := self._hidden.get(piece.token):
@@ -133,7 +126,3 @@ def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:
         reasoning_content="".join(reasoning) or None,
         tool_calls=list(calls.values()) or None,
     )
-
-
-def _more(arguments: str) -> answers.ToolCallAnswer:
-    return answers.ToolCallAnswer(function=answers.FunctionCallAnswer(arguments=arguments), index=0)

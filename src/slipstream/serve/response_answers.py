@@ -10,8 +10,6 @@ from slipstream.serve.answers import Answer, AnswerMetrics, Error, Sometimes, Ti
 
 
 class OutputText(Answer):
-    """A text in the output of /v1/responses."""
-
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
@@ -19,8 +17,6 @@ class OutputText(Answer):
 
 
 class OutputMessage(Answer):
-    """A message in the output of /v1/responses."""
-
     type: Literal["message"] = "message"
     id: str
     role: Literal["assistant"] = "assistant"
@@ -29,15 +25,11 @@ class OutputMessage(Answer):
 
 
 class ReasoningText(Answer):
-    """The text of reasoning in the output of /v1/responses."""
-
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class OutputReasoning(Answer):
-    """Reasoning in the output of /v1/responses."""
-
     type: Literal["reasoning"] = "reasoning"
     id: str
     status: str = "in_progress"
@@ -88,8 +80,6 @@ class Incomplete(Answer):
 
 
 class ResponseAnswer(Answer):
-    """The answer of /v1/responses."""
-
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -125,8 +115,6 @@ class ResponseDeleted(Answer):
 
 
 class ResponseEvent(Answer):
-    """An event of a streamed response."""
-
     model_config = ConfigDict(extra="allow")
 
     type: str

@@ -15,7 +15,6 @@ from slipstream.serve.response_schema import (
     InputResult,
     Kept,
     ResponsesRequest,
-    TextFormat,
 )
 from slipstream.serve.schema import ChatRequest
 
@@ -26,14 +25,17 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
     choice: Any = body.tool_choice
     if choice is not None and not isinstance(choice, str):
         choice = {"type": "function", "function": {"name": choice.name}}
+    form = body.text.format if body.text else None
+    schema = form and form.schema_ and {"name": form.name or "answer", "schema": form.schema_}
+    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
     fields = {
         "messages": [*system, *_messages(items)],
-        "tools": [{"type": "function", "function": _dumped(tool, "type")} for tool in body.tools or ()],
+        "tools": [{"type": "function", "function": tool} for tool in tools],
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
         "max_tokens": body.max_output_tokens,
-        "response_format": _format(body.text.format) if body.text and body.text.format else None,
+        "response_format": form and {"type": form.type, "json_schema": schema},
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": body.stream,
@@ -41,15 +43,6 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
     chat = ChatRequest.of({name: value for name, value in fields.items() if value is not None})
     chat.speculative = body.speculative
     return chat
-
-
-def _dumped(body: Any, *without: str) -> dict[str, Any]:
-    return {name: value for name, value in body.model_dump(exclude_none=True).items() if name not in without}
-
-
-def _format(form: TextFormat) -> dict[str, Any]:
-    schema = {"name": form.name or "answer", "schema": form.schema_}
-    return {"type": form.type, "json_schema": None if form.schema_ is None else schema}
 
 
 # ---- items -----------------------------------------------------------------------------------------------------------
@@ -60,16 +53,13 @@ def _messages(items: Sequence[Kept]) -> list[dict[str, Any]]:
     for item in items:
         part = _message(item)
         last = messages[-1] if messages else {}
-        if part["role"] == last.get("role") == "assistant" and _joins(part, last):
+        whole = {"content", "tool_calls"} & last.keys()  # after which only calls go on with a message
+        joins = part.get("tool_calls") or ("content" in part and not whole)
+        if part["role"] == last.get("role") == "assistant" and joins:
             last |= {**part, "tool_calls": [*last.get("tool_calls", ()), *part.get("tool_calls", ())]}
         else:
             messages.append(part)
     return messages
-
-
-def _joins(part: dict[str, Any], last: dict[str, Any]) -> bool:
-    """Return whether a part of an assistant's message goes on with the message before it."""
-    return bool(part.get("tool_calls")) or ("content" in part and not {"content", "tool_calls"} & last.keys())
 
 
 def _message(item: Kept) -> dict[str, Any]:

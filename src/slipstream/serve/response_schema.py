@@ -12,8 +12,6 @@ from slipstream.serve.schema import Count, Effort, Probability, SpeculationOptio
 
 
 class InputText(Body):
-    """A text in an item of the input."""
-
     others = published.PART
 
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
@@ -21,8 +19,6 @@ class InputText(Body):
 
 
 class InputRefusal(Body):
-    """A refusal in a message of the assistant."""
-
     others = published.PART
 
     type: Literal["refusal"]
@@ -30,8 +26,6 @@ class InputRefusal(Body):
 
 
 class InputImage(Body):
-    """An image in an item of the input."""
-
     others = published.PART
 
     type: Literal["input_image"]
@@ -43,8 +37,6 @@ Content = str | list[Annotated[InputText | InputRefusal | InputImage, Field(disc
 
 
 class InputMessage(Body):
-    """A message in the input."""
-
     others = published.ITEM
 
     type: Literal["message"] = "message"
@@ -53,8 +45,6 @@ class InputMessage(Body):
 
 
 class InputCall(Body):
-    """A call of a function by the model."""
-
     others = published.ITEM
 
     type: Literal["function_call"]
@@ -111,8 +101,6 @@ Item = Annotated[
 
 
 class ResponseTool(Body):
-    """A function that the model may call."""
-
     others = published.TOOL
 
     type: Literal["function"]
@@ -123,15 +111,11 @@ class ResponseTool(Body):
 
 
 class ResponseToolChoice(Body):
-    """The one tool that the model must call."""
-
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Body):
-    """The form of the answer."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -140,16 +124,12 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
-    """The settings of the text."""
-
     others = published.TEXT_SETTINGS
 
     format: TextFormat | None = None
 
 
 class ReasoningSettings(Body):
-    """The settings of the reasoning."""
-
     others = published.REASONING_SETTINGS
 
     effort: Effort | None = None

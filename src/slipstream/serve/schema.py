@@ -55,8 +55,6 @@ class StructuredOutputs(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema and its name."""
-
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -72,8 +70,6 @@ class ResponseFormat(Body):
 
 
 class TextPart(Body):
-    """A text in a message."""
-
     others = published.PART
 
     type: Literal["text"]
@@ -101,8 +97,6 @@ class ImageUrl(Body):
 
 
 class ImagePart(Body):
-    """An image in a message."""
-
     others = published.PART
 
     type: Literal["image_url"]
@@ -117,8 +111,6 @@ class InputAudio(Body):
 
 
 class AudioPart(Body):
-    """A sound in a message."""
-
     others = published.PART
 
     type: Literal["input_audio"]
@@ -229,8 +221,6 @@ class ExtraFile(Body):
 
 
 class InfillRequest(Decoding):
-    """The body of /infill."""
-
     others = published.REQUEST | published.INFILL
 
     input_prefix: str | None = None
@@ -251,8 +241,6 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A tool call in a message of the assistant."""
-
     others = published.TOOL
 
     id: str | None = None
@@ -276,8 +264,6 @@ class Message(Body):
 
 
 class Function(Body):
-    """A function that the model may call."""
-
     others = published.TOOL
 
     name: ToolName
@@ -287,8 +273,6 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that the model may use."""
-
     others = published.TOOL
 
     type: Literal["function"]
@@ -296,21 +280,15 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """The name of a function."""
-
     name: str
 
 
 class ToolChoice(Body):
-    """The one tool that the model must call."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
 class ChatRequest(Decoding):
-    """The body of /v1/chat/completions."""
-
     others = published.REQUEST | published.CHAT
 
     messages: list[Message] = Field(min_length=1)
@@ -336,8 +314,6 @@ class ChatRequest(Decoding):
 
 
 class TokenizeRequest(Addressed):
-    """The body of /tokenize: a text, or the messages of a chat."""
-
     others = published.TOKENIZE
 
     prompt: str | None = None
@@ -354,6 +330,4 @@ class TokenizeRequest(Addressed):
 
 
 class DetokenizeRequest(Addressed):
-    """The body of /detokenize."""
-
     tokens: list[TokenId]

@@ -7,7 +7,6 @@ from typing import Any
 
 from slipstream.core.options import OPTIONS, REQUEST_FIELDS
 from slipstream.engine.generation import Completion
-from slipstream.serve import answers
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.options import engine_options, speculation
 from slipstream.serve.schema import CompletionRequest
@@ -85,18 +84,3 @@ def beam_options(body: CompletionRequest, settings: ServeSettings, tenant: str, 
     if body.temperature is None:
         options["temperature"] = 0.0
     return options | {"num_beams": written, "num_return_sequences": body.n or 1}
-
-
-def beam_choices(completions: Sequence[Completion], finished: Sequence[str]) -> list[answers.TextChoice]:
-    """Return the answers of a beam search, each with its score."""
-    return [
-        answers.TextChoice(index=index, text=one.text, finish_reason=reason, score=one.score)
-        for index, (one, reason) in enumerate(zip(completions, finished, strict=True))
-    ]
-
-
-def beam_usage(completions: Sequence[Completion], asked: int) -> answers.Usage:
-    """Return the usage: prompt tokens, counted once per prompt, and the tokens of the texts in the answer."""
-    prompt = sum(one.prompt_tokens for one in completions[::asked])
-    written = sum(len(one.tokens) for one in completions)
-    return answers.Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)

@@ -7,7 +7,6 @@ import gc
 import os
 import socket
 import sys
-from contextlib import suppress
 from threading import Timer
 from types import FrameType
 from typing import Any
@@ -17,6 +16,7 @@ import uvicorn
 from slipstream.serve.app import create_app
 from slipstream.serve.connections import Connection
 from slipstream.serve.gate import AccessLog
+from slipstream.serve.sockets import say
 from slipstream.serve.state import ServerState
 
 GRACE = 0.8
@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle Ctrl-C and SIGTERM: the first one drains, the second one ends, and so does one before it is ready."""
         if not (self.state.worker.ready or self.state.worker.failure):
-            _say("interrupted before the models were ready.")
+            say("interrupted before the models were ready.")
             os._exit(NOT_READY)  # the thread that compiles and warms up cannot be stopped, only left behind
         if self.should_exit:
             self.force_exit = True
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
             return
         self.state.worker.drain()
         self.should_exit = True
-        _say("ending: what was begun is finished; once more to end at once.")
+        say("ending: what was begun is finished; once more to end at once.")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close everything. Where the end was forced, clients are told of their texts' end before."""
@@ -75,11 +75,11 @@ class Server(uvicorn.Server):
             return
         properties = self.state.properties()
         draft = f" with the draft {properties.draft}" if properties.draft else " without a draft"
-        _say(f"{properties.target}{draft} is ready at {url(self.listener)}")
+        say(f"{properties.target}{draft} is ready at {url(self.listener)}")
 
     def _end(self) -> None:
         failure = self.state.worker.failure
-        _say(f"the thread that runs the models has failed: {type(failure).__name__}: {failure}")
+        say(f"the thread that runs the models has failed: {type(failure).__name__}: {failure}")
         self.should_exit = True
 
 
@@ -87,8 +87,3 @@ def url(listener: socket.socket) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # stderr is gone
-        print(f"slipstream: {text}", file=sys.stderr, flush=True)

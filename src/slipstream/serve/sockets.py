@@ -1,8 +1,10 @@
-"""Listening sockets."""
+"""What servers share: listening sockets, and lines on standard error."""
 
 from __future__ import annotations
 
 import socket
+import sys
+from contextlib import suppress
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -13,3 +15,9 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen at {host}:{port}: {why}; choose another --port or --host.") from None
+
+
+def say(text: str) -> None:
+    """Write a line to stderr."""
+    with suppress(OSError):  # stderr is gone
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
@@ -43,6 +44,7 @@ FIELDS = REQUEST_FIELDS | {
     "num_beams": "use_beam_search",
     "num_return_sequences": "n",
     "template_kwargs": "chat_template_kwargs",
+    "timestamps": "response_format",
     **{name: f"speculative.{name}" for name in ("gamma", "verify", "lossless")},
 }
 """The names of the engine's options -> the fields of a request that set them."""
@@ -98,10 +100,6 @@ class ServerState:
         """The temperature of requests that set none: the model's own if it has one, else OpenAI's."""
         return self.engine.defaults.settings.get("temperature", 1.0)
 
-    def spell(self, token: int) -> str:
-        """Return the text of one token, special ones included; U+FFFD stands for a part of a character."""
-        return self.spelling.text(token)
-
     @property
     def spelling(self) -> Spelling:
         """The texts and bytes of the model's tokens."""
@@ -115,18 +113,14 @@ class ServerState:
 
     def encode(self, prompt: Prompt, field: str) -> list[int]:
         """Return the token ids of a prompt. Raises BadRequest, which names `field`, for one that is not possible."""
-        try:
+        with self.refusing(field):
             return list(self.engine.encode(prompt))
-        except ValueError as error:
-            raise self._refusal(error, field) from None
 
     def check_length(self, field: str, *texts: str | None) -> None:
         """Raise ContextExceeded, which names `field`, for texts with more characters than the model can hold."""
-        try:
+        with self.refusing(field):
             if self.engine.text_limit is not None:
                 self.engine.text_limit.check([text for text in texts if text], field)
-        except ValueError as error:
-            raise self._refusal(error, field) from None
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -167,17 +161,14 @@ class ServerState:
         if texts > most:
             raise BadRequest(f"the request asks for {texts} texts, but only {most} may wait: ask for fewer.", "n")
         options = {"temperature": self.temperature, **options}
-        try:
-            tickets = await off_loop(request, self._submit, prompts, options)
-        except ServeError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise self._refusal(error, field) from None
+
+        def submit() -> list[Ticket]:
+            return self.worker.submit(self.engine.prepare(prompts, options, shared=True).generations)
+
+        with self.refusing(field):
+            tickets = await off_loop(request, submit)
         request.state.call = call = Call(tickets, options.get("n") or 1)
         return call
-
-    def _submit(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> list[Ticket]:
-        return self.worker.submit(self.engine.prepare(prompts, options, shared=True).generations)
 
     async def search(
         self, request: Request, prompts: Sequence[Prompt], options: dict[str, Any], field: str
@@ -188,25 +179,27 @@ class ServerState:
         that is refused.
         """
         self.worker.check()
-        try:
+        with self.refusing(field):
             job = await off_loop(request, self.engine.prepare, prompts, options)
             search = self.worker.submit_search(BeamTexts(job, memory=self.worker.room.memory))
             request.state.call = SearchCall(search, self.engine)
             return await search.found
-        except ServeError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise self._refusal(error, field) from None
 
-    def _refusal(self, error: ValueError | TypeError, field: str) -> BadRequest:
-        """Return the answer to what the engine refused: an option, which the error names, or the prompt in `field`.
+    @contextmanager
+    def refusing(self, field: str) -> Iterator[None]:
+        """Raise BadRequest for what is refused in the block: an option, which the error names, or what is in `field`.
 
         It names the model as clients do: the engine's name may be a path of this machine.
         """
-        message = str(error).replace(self.engine.decoder.target.name, self.model)
-        if isinstance(error, OptionError):
-            return BadRequest(message, FIELDS.get(error.option, error.option))
-        return (ContextExceeded if isinstance(error, PromptTooLong) else BadRequest)(message, field)
+        try:
+            yield
+        except ServeError:
+            raise
+        except (ValueError, TypeError) as error:
+            message = str(error).replace(self.engine.decoder.target.name, self.model)
+            if isinstance(error, OptionError):
+                raise BadRequest(message, FIELDS.get(error.option, error.option)) from None
+            raise (ContextExceeded if isinstance(error, PromptTooLong) else BadRequest)(message, field) from None
 
 
 def recommended_gamma(stats: Stats) -> int | None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
 
-from starlette.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from slipstream.serve.answers import Answer
-from slipstream.serve.call import Call
+from slipstream.engine.generation import Piece
+from slipstream.serve.answers import Answer, Explained
+from slipstream.serve.call import Call, Heading, unless_gone
 from slipstream.serve.faults import ServeError, error_body
+from slipstream.serve.json_route import off_loop
+from slipstream.serve.options import speculation
 from slipstream.serve.output import DONE
+from slipstream.serve.schema import Decoding, StreamOptions
+from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
 
 LAST = f"data: {DONE}\n\n"
@@ -49,3 +56,52 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._call.cancel()
+
+
+class Answering(Protocol):
+    """Makes the answer from a call, as a whole, of the pieces of its texts, or in events."""
+
+    call: Call
+
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response: ...
+    def events(self) -> AsyncIterator[str]: ...
+
+
+async def reply(request: Request, answering: Answering, stream: bool | None) -> Response:
+    """Return the response to a request: streamed, or whole, made beside the event loop, unless the client goes."""
+    if stream:
+        return EventStream(answering.events(), answering.call)
+    texts = await unless_gone(request, answering.call.collect())
+    return await off_loop(request, answering.whole, texts)
+
+
+class ChunkAnswering:
+    """What answers of chats and completions share: a heading, chunks, and what stands in them besides the text."""
+
+    def __init__(
+        self, prefix: str, chunk: Callable[..., Answer], state: ServerState, body: Decoding, call: Call
+    ) -> None:
+        self.state, self.body, self.call, self.chunk = state, body, call, chunk
+        self.heading = Heading.new(prefix, state.model)
+        self.stream, self.speculation = body.stream_options or StreamOptions(), speculation(body)
+
+    def explained(self, pieces: Sequence[Piece]) -> list[Explained] | None:
+        """Return the source of every token and those refused in its place; None unless the request asks for that."""
+        if not self.speculation.explain:
+            return None
+        spell = self.state.spelling.text
+        return [
+            Explained(text=each.text, token=each.token, source=each.source, refused=list(map(spell, each.refused)))
+            for each in pieces
+        ]
+
+    def event(self, choices: list[Any], usage: bool = False, ended: bool = False) -> str:
+        """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
+        wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
+        about = self.call.about(self.speculation) if ended or any(wanted.values()) else {}
+        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
+        return event(self.chunk(**self.heading.fields, choices=choices, **further))
+
+    def last_events(self) -> list[str]:
+        """Return the end of a stream: the usage, if it was requested, and the mark."""
+        return [*([self.event([], usage=True, ended=True)] if self.stream.include_usage else []), LAST]

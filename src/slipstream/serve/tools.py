@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.core.protocols import HasModel
 from slipstream.serve.call_grammar import CallGrammar
 from slipstream.serve.faults import BadRequest
-from slipstream.serve.readers import ByFamily, ManyCalls, OneCall, Reader, Verbatim
+from slipstream.serve.readers import ByFamily, Reader, many_calls, one_call, verbatim
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.schema import ChatRequest, ResponseFormat, Tool, ToolChoice
 from slipstream.serve.state import ServerState
@@ -74,12 +74,12 @@ class Tools:
     def reader(self, prompt: Sequence[int]) -> Reader:
         """Return the parser for the answer to a prompt of these token ids."""
         if isinstance(self.choice, ToolChoice):
-            return OneCall(self.choice.function.name)
+            return one_call(self.choice.function.name)
         if self.choice == "required":
-            return ManyCalls()
+            return many_calls()
         form = self._form()
         if form is None or (self.formed and self.calls() is None):
-            return Verbatim()
+            return verbatim
         spelling = self.state.engine.spelling
         assert spelling is not None, "a chat has a tokenizer"
         before = [token for token in prompt if token not in spelling.hidden]

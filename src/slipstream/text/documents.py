@@ -101,18 +101,13 @@ def _folder(folder: Path, field: str | None, skipped: list[Path]) -> Iterator[tu
         if hidden or not path.is_file():
             continue
         try:
-            if path.suffix != ".npy" and not _is_text(path):
+            with path.open("rb") as file:
+                zeros = b"\0" in file.read(4096)
+            if zeros and not path.name.endswith((".npy", ".jsonl.gz")):
                 raise NotText(f"{path} holds zero bytes, which no text has.")
             yield from _file(path, field)
         except NotText:  # raised before any of its documents is yielded
             skipped.append(path)
-
-
-def _is_text(path: Path) -> bool:
-    """Return whether a file in a folder looks like text: its first 4096 bytes have no zero byte, or it is .jsonl.gz."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    return b"\0" not in head or path.name.endswith(".jsonl.gz")
 
 
 def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
@@ -129,8 +124,14 @@ def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
         raise ValueError(f"cannot read {path}: {error}.") from error
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield from ((f"{path}:{number}", document) for document in _record(line, field, f"{path}:{number}"))
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"{where}: this is not JSON ({error}).") from error
+            yield from ((where, document) for document in _documents(record, field, where))
     elif text:
         yield str(path), text
 
@@ -144,14 +145,6 @@ def _arrays(path: Path) -> Iterator[tuple[str, Document]]:
         raise ValueError(f"{path} has shape {array.shape} of {array.dtype}: token ids have one or two dimensions.")
     for number, row in enumerate(array if array.ndim == 2 else [array]):
         yield f"{path}[{number}]", row
-
-
-def _record(line: str, field: str | None, where: str) -> Iterator[Document]:
-    try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: this is not JSON ({error}).") from error
-    yield from _documents(record, field, where)
 
 
 def _documents(record: Any, field: str | None, where: str) -> Iterator[Document]:

@@ -33,8 +33,12 @@ def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
     """Return the prompts of the arguments, then those of the file. Raises ValueError if there are none."""
     if [*prompts, file].count("-") > 1:
         raise ValueError("stdin (-) can be read only once: drop one of the dashes.")
+
+    def read_stdin() -> str:
+        return _utf8(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
+
     items = [
-        _item("stdin", _stdin, chat) if text == "-" else _item(f"prompt {number}", partial(str, text), chat)
+        _item("stdin", read_stdin, chat) if text == "-" else _item(f"prompt {number}", partial(str, text), chat)
         for number, text in enumerate(prompts, 1)
     ]
     items += _from_file(file, chat) if file else []
@@ -92,10 +96,6 @@ def _item(where: str, read: Callable[[], Any], chat: bool) -> Item:
         return Item(where, error=str(error))
 
 
-def _stdin() -> str:
-    return _utf8(sys.stdin.buffer.read()).removesuffix("\n").removesuffix("\r")
-
-
 def read_unpacked(name: str) -> tuple[bytes, str]:
     """Read a file, or stdin for "-", and unpack it if it is gzip -> its bytes without a byte order mark, and its name
     without .gz.
@@ -133,21 +133,16 @@ def _utf8(data: bytes) -> str:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, dict) and _is_message(x) for x in value)
-
-
-def _is_message(value: dict[str, Any]) -> bool:
-    return "role" in value and ("content" in value or value["role"] == "assistant")  # which may call tools instead
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(x) is int for x in value)
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        return False
+    # An assistant's message may call tools instead.
+    return all("role" in each and ("content" in each or each["role"] == "assistant") for each in value)
 
 
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (lambda value: isinstance(value, str), "a string"),
     "messages": (_is_chat, 'a list of objects with "role" and "content"'),
-    "tokens": (_is_ids, "a list of token ids"),
+    "tokens": (lambda value: isinstance(value, list) and all(type(x) is int for x in value), "a list of token ids"),
 }
 """The fields that may hold the prompt in a JSON line: a check of the value, and the allowed type in words."""
 

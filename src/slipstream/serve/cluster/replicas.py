@@ -176,9 +176,8 @@ class Front:
         try:
             status, headers = await anext(pieces)
             first = await anext(pieces, b"")
-            if not _is_stream(headers):
-                answer = _response(Response(first + b"".join([piece async for piece in pieces])), status, headers)
-                return answer
+            if not any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers):
+                return _response(Response(first + b"".join([piece async for piece in pieces])), status, headers)
         except BaseException:
             pieces.cancel()
             raise
@@ -209,10 +208,6 @@ def _response(response: Response, status: int, headers: list[tuple[bytes, bytes]
     length = [each for each in response.raw_headers if each[0] == b"content-length"]
     response.raw_headers = [each for each in headers if each[0].lower() != b"content-length"] + length
     return response
-
-
-def _is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
 
 
 def _refusal(error: ServeError) -> Response:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 from dataclasses import dataclass, replace
 from types import FrameType
 
 from slipstream.serve.cluster.scale import Scale
 from slipstream.serve.recipe import Recipe
+from slipstream.serve.sockets import say
 
 NAME = "slipstream"
 """The name of the application in the cluster."""
@@ -43,9 +43,9 @@ class Cluster:
 
         def end(number: int, frame: FrameType | None) -> None:
             if ended.is_set():
-                _say("ended at once.")
+                say("ended at once.")
                 os._exit(1)
-            _say("ending: what was begun is finished; once more to end at once.")
+            say("ending: what was begun is finished; once more to end at once.")
             ended.set()
 
         try:
@@ -62,7 +62,7 @@ class Cluster:
             raise ValueError(f"the cluster cannot serve: {' '.join(str(error).split())[-400:]}") from error
         before = {kind: signal.signal(kind, end) for kind in (signal.SIGINT, signal.SIGTERM)}
         draft = f" with the draft {recipe.draft}" if recipe.draft else " without a draft"
-        _say(f"{recipe.settings.names[0]}{draft} is ready at http://{self.host}:{self.port}")
+        say(f"{recipe.settings.names[0]}{draft} is ready at http://{self.host}:{self.port}")
         try:
             while not ended.wait(1):
                 pass
@@ -74,7 +74,3 @@ class Cluster:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
         return 0
-
-
-def _say(text: str) -> None:
-    print(f"slipstream: {text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -55,6 +56,13 @@ class Served:
         """The tokens behind the committed ones."""
         return self.row.tokens[self.base :]
 
+    @property
+    def rng(self) -> Rng:
+        """What draws its tokens."""
+        if self.opened.mode == DraftMode.LAW:
+            return ByNumbers(self)
+        return draw_coupled if self.opened.mode == DraftMode.COUPLED else draw
+
     def number(self, position: int) -> float | None:
         """Return the number that draws the token at a position of the text, or None for the most probable token.
 
@@ -85,16 +93,13 @@ class Served:
         laws, used = self.laws[skipped:] if skipped >= 0 else [], self.drawn_by[skipped:] if skipped >= 0 else []
         self.base, self.numbers, self.later, self.gamma = len(committed), ask.numbers, ask.later, ask.gamma
         if self.opened.mode == DraftMode.LAW:
-            guessed = guessed[: self._same(used)] if skipped >= 0 else []
+            # The guessed tokens that were drawn by the same numbers that the client now sends for them stay.
+            same = (a == b for a, b in zip(used, self.numbers, strict=False))
+            guessed = [token for token, _ in zip(guessed, takewhile(bool, same), strict=False)]
         self.laws, self.drawn_by = laws[: len(guessed)], used[: len(guessed)]
         further = ahead and (self.opened.mode != DraftMode.LAW or len(self.later) >= ask.gamma)
         self.goal = 2 * ask.gamma + 1 if further else ask.gamma
         return min(stand + len(guessed), len(old)), [*committed, *guessed]
-
-    def _same(self, used: Sequence[float | None]) -> int:
-        """Return how many tokens ahead were drawn by the same numbers that the client now sends for them."""
-        pairs = zip(used, self.numbers, strict=False)
-        return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(used), len(self.numbers)))
 
     def take(self, tokens: Sequence[int], law: Law | None) -> None:
         """Append drafted tokens; in mode `LAW`, store their laws, cut from `law` (1, positions), and their numbers."""
@@ -233,7 +238,7 @@ class DraftRows:
     def _propose(self, gammas: Sequence[int]) -> None:
         """Draft up to `gammas[r]` more tokens for every row in one call, and append them to its text."""
         every = list(self.rows.values())
-        context = Context(tuple(each.row for each in every), RowByRow.of([_rng(each) for each in every]))
+        context = Context(tuple(each.row for each in every), RowByRow.of([each.rng for each in every]))
         draft = self.drafter.propose(context, gammas)
         tokens = draft.tokens.tolist()
         for place, served in enumerate(every):
@@ -258,9 +263,3 @@ class DraftRows:
         verdict = Verdict(none, Law(tokens=none[:, None]), none[:, None].float()[:, :0])
         draft = Draft.empty(len(rows), none.device)
         self.drafter.observe(Round(rows, draft, verdict, new, (0,) * len(rows), (1,) * len(rows), {}))
-
-
-def _rng(served: Served) -> Rng:
-    if served.opened.mode == DraftMode.LAW:
-        return ByNumbers(served)
-    return draw_coupled if served.opened.mode == DraftMode.COUPLED else draw

@@ -7,7 +7,6 @@ import itertools
 import queue
 import socket
 import ssl
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from slipstream.drafters.remote.link import GREETING, read_frame
 from slipstream.drafters.remote.messages import OpenRow, draft_frame, read_ask
 from slipstream.kernels.threads import release_threads
 from slipstream.serve.drafts.rows import DraftRows, Served
+from slipstream.serve.sockets import say
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Letter:
 
     client: int
     frame: Frame | None
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for a draft."""
+        return self.frame is not None and self.frame.kind == FrameType.PROPOSE
 
 
 class Desk:
@@ -98,12 +103,12 @@ class Desk:
 
         Of several requests of one client, only the last is answered.
         """
-        last = {letter.client: place for place, letter in enumerate(letters) if _requests_draft(letter)}
+        last = {letter.client: place for place, letter in enumerate(letters) if letter.asks}
         asking = list[tuple[Letter, list[Served]]]()
         for place, letter in enumerate(letters):
             try:
                 served = self._read(letter)
-                if _requests_draft(letter) and last[letter.client] == place:
+                if letter.asks and last[letter.client] == place:
                     asking.append((letter, served))
             except FrameError as error:
                 self._refuse(letter, str(error))
@@ -148,10 +153,6 @@ class Desk:
     def _send(self, client: int, frame: Frame) -> None:
         if (receiver := self.clients.get(client)) is not None:
             receiver.send(frame)
-
-
-def _requests_draft(letter: Letter) -> bool:
-    return letter.frame is not None and letter.frame.kind == FrameType.PROPOSE
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,3 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
         why = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{cert} and {key} are no certificate and its key in PEM form: {why}.") from None
     return context
-
-
-def say(text: str) -> None:
-    """Write a line to stderr."""
-    with suppress(OSError):
-        print(f"slipstream: {text}", file=sys.stderr, flush=True)

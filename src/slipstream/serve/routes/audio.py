@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -9,21 +10,20 @@ from fastapi import APIRouter, Form, Request, Response, UploadFile
 from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
 
-from slipstream.core.values import OptionError
 from slipstream.engine.engine import Engine
 from slipstream.engine.transcription import Transcriber
 from slipstream.serve import answers, published
 from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.call import unless_gone
-from slipstream.serve.faults import BadRequest
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason
-from slipstream.serve.state import ServerState, state_of, tenant_of
+from slipstream.serve.state import state_of, tenant_of
 from slipstream.text.transcripts import Transcript
 
 router = APIRouter(tags=["audio"])
 
 PLAIN: dict[str, Any] = {"description": "The text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
-TRANSCRIBE, TRANSLATE = "transcribe", "translate"
+OUTCOMES = {**ERRORS, 200: PLAIN}
+Written = answers.Transcription | answers.VerboseTranscription
 STAMPED = ("srt", "verbose_json", "vtt")
 """The formats of answers that have times."""
 
@@ -51,39 +51,27 @@ class AudioForm(Addressed):
 Asked = Annotated[AudioForm, Form(media_type="multipart/form-data")]
 
 
-@router.post(
-    "/v1/audio/transcriptions",
-    responses={**ERRORS, 200: PLAIN},
-    response_model=answers.Transcription | answers.VerboseTranscription,
-)
+@router.post("/v1/audio/transcriptions", responses=OUTCOMES, response_model=Written)
 async def transcriptions(request: Request, form: Asked) -> Response:
     """Transcribe speech."""
-    return await _written(request, form, TRANSCRIBE)
+    return await _written(request, form, "transcribe")
 
 
-@router.post(
-    "/v1/audio/translations",
-    responses={**ERRORS, 200: PLAIN},
-    response_model=answers.Transcription | answers.VerboseTranscription,
-)
+@router.post("/v1/audio/translations", responses=OUTCOMES, response_model=Written)
 async def translations(request: Request, form: Asked) -> Response:
     """Translate speech in another language to English text."""
-    return await _written(request, form, TRANSLATE)
+    return await _written(request, form, "translate")
 
 
 async def _written(request: Request, form: AudioForm, task: str) -> Response:
     state = state_of(request)
     state.check_model(form.model)
     request.state.ignored = [*ignored(form)]
-    transcriber, stamped = _transcriber(state), form.response_format in STAMPED
-    try:
+    with state.refusing("model"):
+        transcriber, stamped = _transcriber(state.engine), form.response_format in STAMPED
         task_options = transcriber.options(form.language, task, stamped)
-    except OptionError as error:
-        raise BadRequest(str(error), "response_format" if error.option == "timestamps" else error.option) from None
-    try:
+    with state.refusing("file"):
         samples = await run_in_threadpool(transcriber.read, await form.file.read())
-    except ValueError as error:
-        raise BadRequest(str(error), "file") from None
     windows = await run_in_threadpool(transcriber.windows, samples)
     options = {**task_options, "temperature": form.temperature, "cache_salt": tenant_of(request)}
     call = await state.call(request, windows, options, "file")
@@ -100,31 +88,13 @@ def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:
     if form.response_format == "json":
         return answered(answers.Transcription(text=transcript.text))
     segments = [
-        answers.TranscriptionSegment(
-            id=number,
-            start=each.start,
-            end=each.end,
-            text=each.text,
-            tokens=list(each.tokens),
-            temperature=form.temperature,
-        )
+        answers.TranscriptionSegment(id=number, temperature=form.temperature, **asdict(each))
         for number, each in enumerate(transcript.segments)
     ]
-    language = form.language or "en"
-    return answered(
-        answers.VerboseTranscription(
-            task=task, language=language, duration=transcript.duration, text=transcript.text, segments=segments
-        )
-    )
-
-
-def _transcriber(state: ServerState) -> Transcriber:
-    try:
-        return _of(state.engine)
-    except ValueError as error:
-        raise BadRequest(f"{state.model}: {error}", "model") from None
+    found = {"language": form.language or "en", "duration": transcript.duration, "text": transcript.text}
+    return answered(answers.VerboseTranscription(task=task, segments=segments, **found))
 
 
 @lru_cache(maxsize=1)
-def _of(engine: Engine) -> Transcriber:
+def _transcriber(engine: Engine) -> Transcriber:
     return Transcriber.of(engine.decoder.target, engine.tokenizer)

@@ -8,17 +8,15 @@ from fastapi import APIRouter, Request, Response
 
 from slipstream.engine.generation import Completion, Piece, TokenLogprobs
 from slipstream.serve import answers
-from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
-from slipstream.serve.explain import Explainer
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_chat
-from slipstream.serve.options import speculation
 from slipstream.serve.output import ERRORS, completed, finish_reason, streams, with_choices
 from slipstream.serve.readers import as_message, joined
-from slipstream.serve.schema import ChatRequest, StreamOptions
+from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of
-from slipstream.serve.stream import LAST, EventStream, event
+from slipstream.serve.stream import ChunkAnswering, reply
 from slipstream.serve.tools import Tools
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
@@ -39,19 +37,14 @@ async def chat_completions(body: Once[ChatRequest], request: Request) -> Respons
     state.check_model(body.model)
     call, tools = await begun(body, request)
     answer = await off_loop(request, _ChatAnswer, state, body, call, tools)
-    if body.stream:
-        return EventStream(answer.events(), call)
-    texts = await unless_gone(request, call.collect())
-    return await off_loop(request, answer.whole, texts)
+    return await reply(request, answer, body.stream)
 
 
-class _ChatAnswer:
+class _ChatAnswer(ChunkAnswering):
     """Makes the answer from a call, as a whole or in chunks."""
 
     def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:
-        self.state, self.body, self.call = state, body, call
-        self.heading = Heading.new("chatcmpl", state.model)
-        self.explainer = Explainer(state.spell, speculation(body).explain)
+        super().__init__("chatcmpl", answers.ChatChunk, state, body, call)
         self.readers = [tools.reader(ticket.generation.request.prompt) for ticket in call.tickets]
         self.called = [False] * len(call.tickets)  # whether the answer has a call so far
 
@@ -67,35 +60,26 @@ class _ChatAnswer:
                     message=as_message(deltas),
                     logprobs=self._logprobs(completion.logprobs),
                     finish_reason=self._reason(index, completion),
-                    explained=self.explainer(pieces),
+                    explained=self.explained(pieces),
                 )
             )
-        about = self.call.about(speculation(self.body))
+        about = self.call.about(self.speculation)
         return with_choices(answers.ChatAnswer(**self.heading.fields, choices=[], **about), choices)
 
     async def events(self) -> AsyncIterator[str]:
         """Yield chunks as tokens come, then the usage if it was requested."""
-        stream = self.body.stream_options or StreamOptions()
         begun = set[int]()
         async for index, pieces in self.call.rounds():
             if index not in begun:
                 begun.add(index)
-                yield self._event([answers.ChatChunkChoice(index=index, delta=BEGIN)])
+                yield self.event([answers.ChatChunkChoice(index=index, delta=BEGIN)])
             for choice in self._chunks(index, pieces):
-                yield self._event([choice], usage=stream.continuous_usage_stats, ended=choice.finish_reason is not None)
-        if stream.include_usage:
-            yield self._event([], usage=True, ended=True)
-        yield LAST
-
-    def _event(self, choices: list[answers.ChatChunkChoice], usage: bool = False, ended: bool = False) -> str:
-        """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
-        wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
-        about = self.call.about(speculation(self.body)) if ended or any(wanted.values()) else {}
-        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
-        return event(answers.ChatChunk(**self.heading.fields, choices=choices, **further))
+                yield self.event([choice], self.stream.continuous_usage_stats, choice.finish_reason is not None)
+        for each in self.last_events():
+            yield each
 
     def _read(self, index: int, piece: Piece) -> list[answers.Delta]:
-        deltas = self.readers[index].read(piece)
+        deltas = self.readers[index](piece)
         self.called[index] |= any(delta.tool_calls for delta in deltas)
         return deltas
 
@@ -104,7 +88,7 @@ class _ChatAnswer:
         completion = pieces[-1].completion
         reason = self._reason(index, completion) if completion else None
         logprobs = self._logprobs(tuple(piece.logprobs for piece in pieces if piece.logprobs) or None)
-        explained = self.explainer(pieces)
+        explained = self.explained(pieces)
         if not deltas and (reason or logprobs or explained):
             deltas = [answers.Delta()]
         choices = [answers.ChatChunkChoice(index=index, delta=delta) for delta in deltas]

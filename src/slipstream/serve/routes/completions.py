@@ -11,26 +11,18 @@ from starlette.concurrency import run_in_threadpool
 from slipstream.engine.generation import Piece, TokenLogprobs
 from slipstream.serve import answers
 from slipstream.serve.call import Call, Heading, unless_gone
-from slipstream.serve.explain import Explainer
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.grammars import constraint
 from slipstream.serve.infill import infill_of
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import TextTokens
-from slipstream.serve.options import engine_options, speculation
+from slipstream.serve.options import engine_options
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams, with_choices
-from slipstream.serve.schema import UNLIMITED, CompletionRequest, StreamOptions
-from slipstream.serve.selection import (
-    beam_choices,
-    beam_options,
-    beam_usage,
-    count_written,
-    most_probable,
-    refuse_beam_fields,
-)
+from slipstream.serve.schema import UNLIMITED, CompletionRequest
+from slipstream.serve.selection import beam_options, count_written, most_probable, refuse_beam_fields
 from slipstream.serve.settings import Limits
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import LAST, EventStream, event
+from slipstream.serve.stream import ChunkAnswering, reply
 
 DEFAULT_TOKENS = 16
 """The default length of a completion in tokens, as in OpenAI's interface."""
@@ -58,10 +50,7 @@ async def completions(body: Once[CompletionRequest], request: Request) -> Respon
         prompts, options = await off_loop(request, _between, prompts, body, options, state)
     call = await state.call(request, prompts, options, "prompt")
     answer = await off_loop(request, _CompletionAnswer, state, body, call)
-    if body.stream:
-        return EventStream(answer.events(), call)
-    texts = await unless_gone(request, call.collect())
-    return await off_loop(request, answer.whole, texts)
+    return await reply(request, answer, body.stream)
 
 
 async def _searched(state: ServerState, body: CompletionRequest, request: Request) -> answers.CompletionAnswer:
@@ -70,7 +59,13 @@ async def _searched(state: ServerState, body: CompletionRequest, request: Reques
     options |= _for_texts(body, state.settings.limits)
     heading = Heading.new("cmpl", state.model)
     texts = await state.search(request, _prompts(body, state.settings.limits), options, "prompt")
-    choices, usage = beam_choices(texts, list(map(finish_reason, texts))), beam_usage(texts, body.n or 1)
+    choices = [
+        answers.TextChoice(index=index, text=one.text, finish_reason=finish_reason(one), score=one.score)
+        for index, one in enumerate(texts)
+    ]
+    prompt = sum(one.prompt_tokens for one in texts[:: body.n or 1])  # counted once per prompt
+    written = sum(len(one.tokens) for one in texts)
+    usage = answers.Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
     return answers.CompletionAnswer(**heading.fields, choices=choices, usage=usage)
 
 
@@ -121,13 +116,11 @@ def _scoring(body: CompletionRequest, state: ServerState) -> dict[str, Any]:
     return {"prompt_logprobs": wanted} if body.echo and wanted is not None and state.engine.frame is None else {}
 
 
-class _CompletionAnswer:
+class _CompletionAnswer(ChunkAnswering):
     """Converts the results of a call to the response, as one answer or as streamed chunks."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, call: Call) -> None:
-        self.state, self.body, self.call = state, body, call
-        self.heading = Heading.new("cmpl", state.model)
-        self.explainer = Explainer(state.spell, speculation(body).explain)
+        super().__init__("cmpl", answers.CompletionAnswer, state, body, call)
         self.tokens = [TextTokens(state.spelling, body.logprobs or 0, ticket.generation) for ticket in call.tickets]
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
@@ -144,29 +137,20 @@ class _CompletionAnswer:
                     text=completion.text,
                     logprobs=self._logprobs(place, completion.logprobs),
                     finish_reason=finish_reason(completion),
-                    explained=self.explainer(pieces),
+                    explained=self.explained(pieces),
                 )
             )
-        about = self.call.about(speculation(self.body))
+        about = self.call.about(self.speculation)
         return with_choices(answers.CompletionAnswer(**self.heading.fields, choices=[], **about), choices)
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events as tokens arrive, then the usage if it was requested."""
-        stream = self.body.stream_options or StreamOptions()
         async for index, pieces in self.call.rounds():
             chunk, ended = self._chunk(index, pieces), pieces[-1].completion is not None
             if chunk.text or ended or chunk.logprobs or chunk.explained:
-                yield self._event([chunk], stream.continuous_usage_stats, ended)
-        if stream.include_usage:
-            yield self._event([], usage=True, ended=True)
-        yield LAST
-
-    def _event(self, choices: list[answers.TextChoice], usage: bool, ended: bool) -> str:
-        """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
-        wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
-        about = self.call.about(speculation(self.body)) if ended or any(wanted.values()) else {}
-        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
-        return event(answers.CompletionAnswer(**self.heading.fields, choices=choices, **further))
+                yield self.event([chunk], self.stream.continuous_usage_stats, ended)
+        for each in self.last_events():
+            yield each
 
     def _chunk(self, index: int, pieces: Sequence[Piece]) -> answers.TextChoice:
         completion = pieces[-1].completion
@@ -176,7 +160,7 @@ class _CompletionAnswer:
             text="".join(piece.text for piece in pieces),
             logprobs=self._logprobs(index, logprobs if logprobs or completion else None),
             finish_reason=finish_reason(completion) if completion else None,
-            explained=self.explainer(pieces),
+            explained=self.explained(pieces),
         )
 
     def _logprobs(self, index: int, found: tuple[TokenLogprobs, ...] | None) -> answers.TextLogprobs | None:

@@ -30,7 +30,8 @@ async def infill(body: Once[InfillRequest], request: Request) -> Response:
     state.check_model(body.model)
     fill = infill_of(state, "input_suffix")
     options = await run_in_threadpool(_options, body, state, tenant_of(request), fill)
-    state.check_length("input_prefix", *_texts(body))
+    files = [text for file in body.input_extra or () for text in (file.filename, file.text)]
+    state.check_length("input_prefix", body.input_prefix, body.input_suffix, body.prompt, *files)
     before = (body.input_prefix or "") + (body.prompt or "")
     prompt = await off_loop(request, fill.prompt, before, body.input_suffix or "", body.input_extra or ())
     call = await state.call(request, [prompt], options, "input_prefix")
@@ -39,11 +40,6 @@ async def infill(body: Once[InfillRequest], request: Request) -> Response:
     [pieces] = await unless_gone(request, call.collect())
     answer = _answer(call, state, completed(pieces))
     return answered(answer if body.response_fields is None else answer.picked(body.response_fields))
-
-
-def _texts(body: InfillRequest) -> list[str | None]:
-    files = [text for file in body.input_extra or () for text in (file.filename, file.text)]
-    return [body.input_prefix, body.input_suffix, body.prompt, *files]
 
 
 def _options(body: InfillRequest, state: ServerState, tenant: str, fill: Infill) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from slipstream.engine.generation import Completion
+from slipstream.engine.generation import Completion, Piece
 from slipstream.serve import answers
-from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.call import Call, Heading
 from slipstream.serve.chats import begun, chat_of
 from slipstream.serve.faults import MESSAGES, ServeError, for_path
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
@@ -27,7 +27,7 @@ from slipstream.serve.output import ERRORS, answered, completed, finish_reason, 
 from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import state_of
-from slipstream.serve.stream import EventStream, event
+from slipstream.serve.stream import event, reply
 from slipstream.serve.tools import Tools
 from slipstream.text.jsontext import json_text
 
@@ -45,9 +45,7 @@ async def messages(body: Once[MessagesRequest], request: Request) -> Response:
     call, tools = await begun(chat, request)
     request.state.ignored = ["thinking" if each == "reasoning_effort" else each for each in request.state.ignored]
     answer = await off_loop(request, _MessageAnswer, request, chat, call, tools)
-    if body.stream:
-        return EventStream(answer.events(), call)
-    return answered(await unless_gone(request, answer.whole()))
+    return await reply(request, answer, body.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=FAULTS, response_model=Counted)
@@ -70,10 +68,10 @@ class _MessageAnswer:
         [ticket] = call.tickets
         self.ticket, self.reader = ticket, tools.reader(ticket.generation.request.prompt)
 
-    async def whole(self) -> MessageAnswer:
-        """Wait for the text -> the whole answer."""
-        [pieces] = await self.call.collect()
-        message = as_message([delta for piece in pieces for delta in self.reader.read(piece)])
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        """Return the answer for the pieces of the text."""
+        [pieces] = texts
+        message = as_message([delta for piece in pieces for delta in self.reader(piece)])
         blocks = []
         if message.reasoning_content:
             blocks.append(ContentBlock(type="thinking", thinking=message.reasoning_content, signature=""))
@@ -84,7 +82,7 @@ class _MessageAnswer:
             blocks.append(ContentBlock(type="tool_use", id=call.id, name=name, input=arguments))
         reason, stop = self._reason(completed(pieces), bool(message.tool_calls))
         times = {"metrics": self.call.metrics(), "timings": self.call.timings()}
-        return self._message(content=blocks, stop_reason=reason, stop_sequence=stop, **times)
+        return answered(self._message(content=blocks, stop_reason=reason, stop_sequence=stop, **times))
 
     def _message(self, **fields: Any) -> MessageAnswer:
         about = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage, **fields}
@@ -117,7 +115,7 @@ class _MessageAnswer:
             index, kind, called, completion = -1, "", False, None
             async for _, pieces in self.call.rounds():
                 completion = pieces[-1].completion
-                for delta in joined([delta for piece in pieces for delta in self.reader.read(piece)]):
+                for delta in joined([delta for piece in pieces for delta in self.reader(piece)]):
                     for opening, change in _changes(delta):
                         if opening is not None and (opening.type == "tool_use" or opening.type != kind):
                             if kind:

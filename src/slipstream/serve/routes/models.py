@@ -90,7 +90,7 @@ def _tokenized(state: ServerState, body: TokenizeRequest, chat: Chat | None) -> 
         text, special = (body.content, body.add_special) if llama else (body.prompt, body.add_special_tokens)
         state.check_length("content" if llama else "prompt", text)
         ids = list(state.engine.tokenizer.encode(text, add_special_tokens=special))
-    strings = [state.spell(token) for token in ids] if body.return_token_strs or body.with_pieces else []
+    strings = [state.spelling.text(token) for token in ids] if body.return_token_strs or body.with_pieces else []
     pieces = [answers.TokenPiece(id=token, piece=text) for token, text in zip(ids, strings, strict=False)]
     return answered(
         answers.Tokenized(

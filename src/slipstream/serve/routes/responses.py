@@ -103,7 +103,7 @@ class _ResponseAnswer:
     def _read(self, pieces: list[Piece]) -> list[Told]:
         """Add the pieces of a round to the output -> the events that tell of them; the last ones end it."""
         told: list[Told] = []
-        for delta in joined([delta for piece in pieces for delta in self.reader.read(piece)]):
+        for delta in joined([delta for piece in pieces for delta in self.reader(piece)]):
             told += self.output.add(delta)
         completion = pieces[-1].completion
         return told if completion is None else [*told, *self.output.end(_status(completion))]

@@ -1,0 +1,77 @@
+"""`slipstream generate --image | --audio`: the text is that of the library with the same image or sound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from audios import save_audio, sound, wav
+from terminal import run
+from visions import picture, png, save_llava
+
+QUESTION = "What is this?"
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A kind of media: its option, its field in a prompt, its file, and what is said of one that cannot be read."""
+
+    option: str
+    field: str
+    name: str
+    data: Callable[[], bytes]
+    model: Callable[[Path], Path]
+    lost: str
+
+
+MEDIA = {
+    "image": Medium("--image", "images", "picture.png", lambda: png(picture(1)), save_llava, "cannot be read: No such"),
+    "audio": Medium(
+        *("--audio", "audio", "sound.wav", lambda: wav(sound(1))),
+        *(lambda folder: save_audio("qwen2-audio", folder), "the sound cannot be read: No such file"),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MEDIA)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Medium, Path, Path]:
+    """A kind of media, the folder of a model for it, and a file."""
+    medium, folder = MEDIA[request.param], tmp_path_factory.mktemp(request.param)
+    file = folder / medium.name
+    file.write_bytes(medium.data())
+    return request.param, medium, medium.model(folder / "model"), file
+
+
+def test_media_go_with_texts_and_chats(made: tuple[str, Medium, Path, Path]) -> None:
+    kind, medium, folder, file = made
+    engine, given = slipstream.load(folder), picture(1) if kind == "image" else file
+    command = ["generate", QUESTION, "--target", str(folder), medium.option, str(file), "--max-new-tokens", "8"]
+    part = {"type": "image", "image": given} if kind == "image" else {"type": "audio", "path": str(file)}
+    chat = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
+    cases: list[tuple[list[str], Any]] = [
+        ([], {"text": QUESTION, medium.field: [given]}),
+        ([medium.option, str(file)], {"text": QUESTION, medium.field: [given] * 2}),
+        (["--chat", "--draft", "lookup"], [chat]),
+    ]
+    for more, prompt in cases:
+        result = run(*command, "--json", *more)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["tokens"] == list(engine.generate(prompt, max_new_tokens=8)[0].tokens)
+
+
+def test_what_cannot_be_read_is_told(made: tuple[str, Medium, Path, Path], tmp_path: Path) -> None:
+    _, medium, folder, file = made
+    lost = run("generate", QUESTION, "--target", str(folder), medium.option, str(tmp_path / "none"))
+    assert lost.exit_code and medium.lost in lost.stderr
+    blind = run("generate", QUESTION, medium.option, str(file))
+    assert blind.exit_code and "reads text only here" in blind.stderr
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"tokens": [5, 6]}')
+    both = run("generate", "--prompts", str(ids), "--target", str(folder), medium.option, str(file))
+    assert both.exit_code and f"{medium.option} cannot go with token ids" in both.stderr
