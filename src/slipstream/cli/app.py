@@ -59,7 +59,9 @@ class Reporting:
             except (ValueError, OSError, FloatingPointError) as error:
                 code = say(_sentence(error))
             except (MemoryError, RuntimeError) as error:
-                if not _is_memory(error):
+                # Too little memory, on the CPU or an accelerator; torch has errors of its own.
+                of_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+                if not (of_torch or isinstance(error, MemoryError)):
                     raise
                 code = say("there is not enough memory: take smaller numbers, fewer prompts, or smaller models.")
         sys.exit(code)
@@ -71,12 +73,6 @@ class Commands(Reporting, TyperGroup):
 
 class SingleCommand(Reporting, TyperCommand):
     """The command of a program that has no others."""
-
-
-def _is_memory(error: Exception) -> bool:
-    """Return whether an error means too little memory, on the CPU or an accelerator; torch has errors of its own."""
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-    return of_torch or isinstance(error, MemoryError)
 
 
 class LostOutput(Exception):
@@ -202,7 +198,6 @@ def tell(notes: Iterable[str]) -> None:
 
 
 def tell_skipped(files: Sequence[Path]) -> None:
-    """Write to stderr which files of folders were skipped, if any."""
     if files:
         names = ", ".join(map(str, files[:MOST_NAMES])) + (", ..." if len(files) > MOST_NAMES else "")
         say(f"note: of the folders {len(files)} files were skipped, which are no text in UTF-8: {names}")

@@ -98,6 +98,7 @@ def batch(context: typer.Context, file: File) -> None:
 
     Example: slipstream batch prompts.jsonl --out answers.jsonl --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
     """
+    from slipstream.serve.batch.journal import ENDING, Journal, Printed
     from slipstream.serve.batch.lines import read_lines
 
     params = context.params
@@ -108,10 +109,13 @@ def batch(context: typer.Context, file: File) -> None:
     facts = _facts(params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
     runner = _runner(params, lines)
-    with _sink(out, facts, lines, force) as sink:
+    columns: dict[str, str] = {}
+    for form in {line.form.name: line.form for line in lines}.values():
+        columns |= form.columns
+    with nullcontext(Printed(sys.stdout)) if out == "-" else Journal(Path(out), facts, columns, force) as sink:
         tally = BatchCounts(len(lines), len(sink.answered), failed=sink.failed)
         if tally.resumed:
-            say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {sink.path}.")
+            say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {out}{ENDING}.")
         code = _run(runner, recipe, lines, sink, tally)
     if params["as_json"]:
         print(json_text(tally.as_dict()), file=sys.stderr if out == "-" else sys.stdout)
@@ -136,7 +140,6 @@ class BatchCounts:
     seconds: float = 0.0
 
     def count(self, answer: ServerReply) -> None:
-        """Count an answer of this run."""
         self.answered += 1
         self.failed += bool(answer.error)
         self.tokens += answer.tokens
@@ -148,12 +151,10 @@ class BatchCounts:
         return self.resumed + self.answered
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as a JSON object."""
         return {name: getattr(self, name) for name in ("prompts", "resumed", "answered", "failed", "tokens", "seconds")}
 
     @property
     def sentence(self) -> str:
-        """The figures as a sentence for the terminal."""
         failed = f", {self.failed} of them with an error" if self.failed else ""
         return (
             f"{self.done} of {self.prompts} prompts are answered{failed}: {self.tokens} tokens in {self.seconds:.1f} s."
@@ -213,17 +214,6 @@ def _check_out(file: str, out: str, force: bool) -> None:
     check_writable(
         f"{out}{ENDING}", TextFileKind("journal of a batch", MARK), True, inputs
     )  # replaced only if it is one
-
-
-def _sink(out: str, facts: dict[str, str], lines: list[BatchLine], force: bool) -> Any:
-    from slipstream.serve.batch.journal import Journal, Printed
-
-    if out == "-":
-        return nullcontext(Printed(sys.stdout))
-    columns: dict[str, str] = {}
-    for form in {line.form.name: line.form for line in lines}.values():
-        columns |= form.columns
-    return Journal(Path(out), facts, columns, force)
 
 
 def _runner(params: dict[str, Any], lines: list[BatchLine]) -> Callable[[Recipe, list[BatchLine], Keep], None]:

@@ -99,15 +99,12 @@ class Messages:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all turns."""
         self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def prompt(self, line: str) -> Any:
-        """Return the prompt for the answer to a line."""
         return [*self.turns, {"role": "user", "content": line}]
 
     def keep(self, line: str, answer: str) -> None:
-        """Append a turn, also one whose answer was interrupted."""
         self.turns = [*self.prompt(line), {"role": "assistant", "content": answer}]
 
 
@@ -118,15 +115,12 @@ class Lines:
         self.engine, self.text = engine, ""
 
     def reset(self) -> None:
-        """Drop the text."""
         self.text = ""
 
     def prompt(self, line: str) -> str:
-        """Return the prompt for the continuation of a line."""
         return f"{self.text}{line}"
 
     def keep(self, line: str, answer: str) -> None:
-        """Append a turn, also one whose answer was interrupted."""
         self.text = "" if self.engine.frame else f"{self.text}{line}{answer}\n"
 
 
@@ -141,7 +135,6 @@ class _TextScreen:
             screen.print(Text("   ").join(Text(LOOKS[kind].meaning, LOOKS[kind].style) for kind in kinds))
 
     def piece(self, piece: Piece) -> None:
-        """Print a piece of an answer."""
         if self._coloured and piece.source in LOOKS:
             self._screen.print(Text(tame(piece.text), LOOKS[piece.source].style), end="", soft_wrap=True)
         else:
@@ -159,7 +152,6 @@ class _JsonScreen:
         self._answers, self._pieces = Answers(sys.stdout), list[Any]()
 
     def piece(self, piece: Piece) -> None:
-        """Store a piece of an answer."""
         self._pieces.append(piece)
 
     def end(self, completion: Completion | None) -> None:

@@ -251,7 +251,11 @@ def _show(report: PlanReport, screen: Console) -> None:
             screen.print(f"{head}{settings.sampling.temperature:g}", style="bold")
             _show_outlook(outlook, screen)
     screen.print(f"\n{LEGEND}", style="dim")
-    _show_memory(report, screen)
+    memory = figures_table("memory", "weights", "cache per token", "cache, longest texts")
+    for name, held in report.memory.items():
+        memory.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
+    screen.print()
+    screen.print(memory)
     for rows, gamma in report.gammas.items():
         screen.print(f"\n{_choice(report, rows, gamma)}", style="bold")
         farthest = report.outlooks[rows][report.draft].longest_delay
@@ -281,14 +285,6 @@ def _show_outlook(outlook: Outlook, screen: Console) -> None:
         figures = (each.iid, each.tokens_per_call, each.curve, each.c, each.round, each.factor)
         interval = f"{each.low:.2f}-{each.high:.2f}"
         table.add_row(f"{mark} {each.gamma}", *(f"{x:.2f}" for x in figures), interval, f"{each.long:.2f}")
-    screen.print(table)
-
-
-def _show_memory(report: PlanReport, screen: Console) -> None:
-    table = figures_table("memory", "weights", "cache per token", "cache, longest texts")
-    for name, held in report.memory.items():
-        table.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
-    screen.print()
     screen.print(table)
 
 

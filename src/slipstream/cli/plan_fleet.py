@@ -55,20 +55,16 @@ def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
         raise SystemExit(INTERRUPTED) from None
     price, rows = params["price"], known["plain"].rows[-1]
     if params["as_json"]:
-        print(json_text(_as_dict(fleets, price, rows, plan)))
+        simulated = []
+        for kinds in fleets.values():
+            costs = {
+                name: {} if price is None else {"cost_per_million_tokens": each.cost(price)}
+                for name, each in kinds.items()
+            }
+            simulated.append({name: {**each.as_dict(), **costs[name]} for name, each in kinds.items()})
+        print(json_text({"measured": dict(plan.machine), "rows_per_replica": rows, "simulated": simulated}))
     else:
         _show(fleets, price, rows, plan)
-
-
-def _as_dict(by_replicas: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> dict[str, Any]:
-    """Return the figures of all fleets as an object for JSON; `rows` is the most rows of a replica."""
-
-    def one(service: Service) -> dict[str, Any]:
-        cost = {} if price is None else {"cost_per_million_tokens": service.cost(price)}
-        return {**service.as_dict(), **cost}
-
-    fleets = [{name: one(service) for name, service in kinds.items()} for kinds in by_replicas.values()]
-    return {"measured": dict(plan.machine), "rows_per_replica": rows, "simulated": fleets}
 
 
 def _show(by_replicas: dict[int, dict[str, Service]], price: float | None, rows: int, plan: Plan) -> None:

@@ -153,7 +153,6 @@ def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
 
 
 def missing_libraries() -> list[str]:
-    """Return the names of the server's libraries that are not installed."""
     return [name for name in ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx") if not find_spec(name)]
 
 

@@ -88,7 +88,6 @@ def _biases(texts: Sequence[str]) -> dict[int, float]:
 
 
 def answer_as_dict(completion: Completion) -> dict[str, Any]:
-    """Return an answer as the object of a JSON line."""
     names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
     error = {"error": completion.error} if completion.error else {}
     record = {**error, **{name: getattr(completion, name) for name in names}}

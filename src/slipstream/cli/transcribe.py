@@ -15,7 +15,7 @@ from slipstream.cli.options import Plain, asked_models, grouped, options_of, own
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
-    from slipstream.text.transcripts import Transcript
+    pass
 
 
 class TranscriptFormat(StrEnum):
@@ -68,17 +68,11 @@ def transcribe(context: typer.Context, sounds: Sounds) -> None:
     for sound in sounds:
         how = {name: params[name] for name in ("language", "temperature", "plain")}
         transcript = engine.transcribe(sound, task=task, timestamps=timestamps, **how)
-        print(_printed(transcript, sound, form), flush=True)
-
-
-def _printed(transcript: Transcript, sound: Path, form: TranscriptFormat) -> str:
-    if form is TranscriptFormat.SRT:
-        return transcript.srt().rstrip("\n") + "\n"
-    if form is TranscriptFormat.VTT:
-        return transcript.vtt().rstrip("\n") + "\n"
-    if form is TranscriptFormat.TEXT:
-        return transcript.text
-    segments = [asdict(segment) for segment in transcript.segments]
-    return json_text(
-        {"file": str(sound), "text": transcript.text, "duration": transcript.duration, "segments": segments}
-    )
+        if form is TranscriptFormat.JSON:
+            about = {"text": transcript.text, "duration": transcript.duration}
+            text = json_text({"file": str(sound), **about, "segments": list(map(asdict, transcript.segments))})
+        elif form is TranscriptFormat.TEXT:
+            text = transcript.text
+        else:
+            text = (transcript.srt() if form is TranscriptFormat.SRT else transcript.vtt()).rstrip("\n") + "\n"
+        print(text, flush=True)

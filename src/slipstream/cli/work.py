@@ -32,7 +32,6 @@ class Work:
 
     @property
     def good(self) -> list[Item]:
-        """The items whose prompts can be used."""
         return [item for item in self.items if not item.error]
 
     @property

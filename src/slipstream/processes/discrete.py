@@ -36,15 +36,12 @@ class Discrete:
 
     @property
     def rows(self) -> int:
-        """The number of laws."""
         return self.probs.shape[0]
 
     def select(self, rows: Tensor) -> Discrete:
-        """Return the laws of these rows, in this order."""
         return Discrete(self.probs[rows])
 
     def join(self, others: Sequence[Discrete]) -> Discrete:
-        """Return these laws, then those of others."""
         return Discrete(torch.cat([self.probs, *(law.probs for law in others)]))
 
     def sample(self, numbers: Numbers) -> Tensor:

@@ -37,11 +37,9 @@ class Gaussian:
 
     @property
     def rows(self) -> int:
-        """The number of laws."""
         return self.mean.shape[0]
 
     def select(self, rows: Tensor) -> Gaussian:
-        """Return the laws of these rows, in this order."""
         return Gaussian(self.mean[rows], self.scale)
 
     def join(self, others: Sequence[Gaussian]) -> Gaussian:
@@ -51,7 +49,6 @@ class Gaussian:
         return Gaussian(torch.cat([self.mean, *(law.mean for law in others)]), self.scale)
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """Draw a state from each law -> (rows, *state)."""
         return self._color(numbers.normals(self.mean[0].numel() if self.rows else 1).to(self.mean))
 
     def log_density(self, states: Tensor) -> Tensor:

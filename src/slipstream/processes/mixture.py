@@ -37,11 +37,9 @@ class Mixture:
 
     @property
     def rows(self) -> int:
-        """The number of laws."""
         return self.weights.shape[0]
 
     def select(self, rows: Tensor) -> Mixture:
-        """Return the laws of these rows, in this order."""
         return Mixture(self.weights[rows], self.means[rows], self.scales[rows])
 
     def join(self, others: Sequence[Mixture]) -> Mixture:

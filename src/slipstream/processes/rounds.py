@@ -84,7 +84,6 @@ class _Places:
 
     @staticmethod
     def of(mask: Tensor) -> _Places:
-        """Make the places where a mask (rows, width) is set."""
         ahead, rows = mask.T.nonzero(as_tuple=True)
         index = torch.zeros(mask.shape, dtype=torch.long)
         index[rows, ahead] = torch.arange(len(rows))
@@ -92,7 +91,6 @@ class _Places:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape (rows, width) of the mask."""
         return self.index.shape
 
 

@@ -69,7 +69,8 @@ class Speculation:
             stats += _count(round, cuts.abs())
             if watch:
                 watch(round)
-        return Run(_held(trajectories, made), made, stats)
+        places = torch.minimum(torch.arange(steps + 1), made[:, None])  # chains that ended early keep their last state
+        return Run(trajectories[torch.arange(len(made))[:, None], places], made, stats)
 
     def _cut(self, round: ProcessRound) -> Tensor:
         """Return how many states of the path each chain takes (rows,), negative if the last of them ends it."""
@@ -95,12 +96,6 @@ def _write(trajectories: Tensor, chains: Chains, round: ProcessRound, cuts: Tens
     if states.is_floating_point() and not bool(states.isfinite().all()):
         raise FloatingPointError("a state is not finite: the target's law diverged (a smaller step may help).")
     trajectories[chains.names[rows], chains.times[rows] + ahead + 1] = states
-
-
-def _held(trajectories: Tensor, made: Tensor) -> Tensor:
-    """Return the trajectories with the last state repeated in chains that ended early."""
-    places = torch.minimum(torch.arange(trajectories.shape[1]), made[:, None])
-    return trajectories[torch.arange(len(made))[:, None], places]
 
 
 def _count(round: ProcessRound, taken: Tensor) -> Stats:

@@ -59,7 +59,6 @@ class Heading:
 
     @staticmethod
     def new(prefix: str, model: str) -> Heading:
-        """Return a heading with a new id."""
         return Heading(f"{prefix}-{new_id()}", int(time()), model)
 
 
@@ -81,7 +80,6 @@ class Call:
         return rounds_of(self.tickets)
 
     def cancel(self) -> None:
-        """Cancel the tickets that have not ended."""
         for ticket in self.tickets:
             ticket.cancel()
 

@@ -22,7 +22,6 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Expect the first headers."""
         super().connection_made(transport)
         self._unread = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -46,7 +45,6 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing more."""
         self._forget()
         super().connection_lost(exc)
 

@@ -30,7 +30,6 @@ class ServeError(HTTPException):
         self.message, self.param = message, param
 
     def body(self) -> dict[str, Any]:
-        """Return the error as the JSON object that OpenAI's clients expect."""
         return error_body(self.message, self.kind, self.param, self.code)
 
 

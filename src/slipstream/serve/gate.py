@@ -52,7 +52,6 @@ class AccessLog:
         self._stream = stream
 
     def write(self, **fields: object) -> None:
-        """Append a line with these fields."""
         if self._stream is None:
             return
         try:

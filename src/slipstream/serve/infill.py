@@ -77,15 +77,14 @@ class Infill:
         before, after, middle = self.marks
         parts = ([before, *self._ids(prefix)], [after, *self._ids(suffix)])
         ordered = [*parts[1], *parts[0]] if middle is None else [*parts[0], *parts[1], middle]
-        return (*self.begin, *self._context(extra), *ordered)
-
-    def _context(self, extra: Sequence[ExtraFile]) -> list[int]:
-        ids = []
+        context = []
         if extra and self.repository is not None:
-            ids += [self.repository, *self._ids("project\n")]
+            context += [self.repository, *self._ids("project\n")]
         for file in extra:
-            ids += [*self._named(file.filename or "file"), *self._ids(file.text)]
-        return [*ids, *self._named("this file")] if extra and self.file is not None else ids
+            context += [*self._named(file.filename or "file"), *self._ids(file.text)]
+        if extra and self.file is not None:
+            context += self._named("this file")
+        return (*self.begin, *context, *ordered)
 
     def _named(self, name: str) -> list[int]:
         return self._ids(SNIPPET) if self.file is None else [self.file, *self._ids(f"{name}\n")]

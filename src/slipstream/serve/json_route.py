@@ -70,7 +70,6 @@ class ReadRequest(Request):
         return b"" if self.content is None else b"{}"
 
     async def json(self) -> Any:
-        """Return the model."""
         return self.content
 
 

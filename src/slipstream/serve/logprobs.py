@@ -22,8 +22,6 @@ def _finite(logprob: float) -> float:
 
 
 def for_chat(found: Sequence[TokenLogprobs], spelling: Spelling) -> answers.ChatLogprobs:
-    """Return the log probabilities of a chat's tokens."""
-
     def top(token: int, logprob: float) -> answers.TopLogprob:
         return answers.TopLogprob(
             token=spelling.text(token), logprob=_finite(logprob), bytes=list(spelling.write(token))

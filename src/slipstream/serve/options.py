@@ -37,7 +37,16 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     if body.prediction is not None:
         content = body.prediction.content
         options["prediction"] = content if isinstance(content, str) else "".join(part.text for part in content)
-    return options | _speculation(body, settings)
+    chosen = speculation(body)
+    options["lossless"] = settings.lossless or bool(chosen.lossless)
+    if chosen.draft is not None and chosen.draft != settings.draft:
+        runs = f"{settings.draft!r} runs here" if settings.draft else "none runs here"
+        raise BadRequest(f"draft is {chosen.draft!r}, but {runs}: name that one, or none.", "speculative")
+    if chosen.gamma is not None:
+        options["gamma"] = chosen.gamma
+    if chosen.verify is not None or body.seed is not None:
+        options["verify"] = COUPLED if chosen.verify is None else chosen.verify
+    return options
 
 
 def speculation(body: Decoding | ResponsesRequest) -> SpeculationOptions:
@@ -55,18 +64,3 @@ def check_limits(body: Decoding, limits: Limits) -> None:
         count = len(value) if isinstance(value, list | dict) else value if name == "n" else 1
         if count and count > most:
             raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
-
-
-def _speculation(body: Decoding, settings: ServeSettings) -> dict[str, Any]:
-    chosen = speculation(body)
-    options: dict[str, Any] = {"lossless": settings.lossless or bool(chosen.lossless)}
-    if chosen.draft is not None and chosen.draft != settings.draft:
-        runs = f"{settings.draft!r} runs here" if settings.draft else "none runs here"
-        raise BadRequest(f"draft is {chosen.draft!r}, but {runs}: name that one, or none.", "speculative")
-    if chosen.gamma is not None:
-        options["gamma"] = chosen.gamma
-    if chosen.verify is not None:
-        options["verify"] = chosen.verify
-    elif body.seed is not None:
-        options["verify"] = COUPLED
-    return options

@@ -45,7 +45,6 @@ def streams(chunk: type[Answer]) -> dict[str, Any]:
 
 
 def answered(answer: Answer) -> Response:
-    """Return an answer as an HTTP response."""
     return Response(answer.json_text(), media_type="application/json")
 
 
@@ -73,7 +72,6 @@ def finish_reason(completion: Completion) -> str:
 
 
 def completed(pieces: Sequence[Piece]) -> Completion:
-    """Return the completion of a text from all its pieces."""
     completion = pieces[-1].completion
     assert completion is not None, "the last piece of a text has its completion"
     return completion

@@ -63,7 +63,6 @@ class Regions:
         return self._divide(final=False)
 
     def finish(self) -> Iterator[answers.Delta]:
-        """Return the rest of the message."""
         yield from self._divide(final=True)
         if self._lost and not self._lost.isspace():
             yield answers.Delta(content=self._lost)
@@ -162,6 +161,5 @@ class Regions:
 
 
 def new_call(name: str, arguments: str, index: int = 0) -> answers.ToolCallAnswer:
-    """Return a call of a tool with a new id."""
     function = answers.FunctionCallAnswer(name=name, arguments=arguments)
     return answers.ToolCallAnswer(id=new_call_id(), function=function, index=index)

@@ -54,7 +54,17 @@ class ResponseOutput:
     @property
     def as_input(self) -> dict[str, Kept]:
         """The items by their ids, as the input of a later request has them."""
-        return {item.id: _as_input(item) for item in self.items}
+        found: dict[str, Kept] = {}
+        for item in self.items:
+            if isinstance(item, OutputCall):
+                call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+                found[item.id] = InputCall(type="function_call", **call)
+            elif isinstance(item, OutputMessage):
+                found[item.id] = InputMessage(role="assistant", content=item.content[0].text)
+            else:
+                text = InputText(type="reasoning_text", text=item.content[0].text)
+                found[item.id] = InputReasoning(type="reasoning", content=[text])
+        return found
 
     def _begin(self, item: OutputItem) -> Iterator[Told]:
         yield from self._close("completed")
@@ -98,12 +108,3 @@ class ResponseOutput:
 
 def _of_text(part: OutputText | ReasoningText) -> dict[str, Any]:
     return {"content_index": 0, **({"logprobs": []} if isinstance(part, OutputText) else {})}
-
-
-def _as_input(item: OutputItem) -> Kept:
-    if isinstance(item, OutputCall):
-        return InputCall(type="function_call", call_id=item.call_id, name=item.name, arguments=item.arguments)
-    text = item.content[0].text
-    if isinstance(item, OutputMessage):
-        return InputMessage(role="assistant", content=text)
-    return InputReasoning(type="reasoning", content=[InputText(type="reasoning_text", text=text)])

@@ -84,6 +84,5 @@ class Server(uvicorn.Server):
 
 
 def url(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

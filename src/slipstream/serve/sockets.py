@@ -18,6 +18,5 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr."""
     with suppress(OSError):  # stderr is gone
         print(f"slipstream: {text}", file=sys.stderr, flush=True)

@@ -217,7 +217,6 @@ def recommended_gamma(stats: Stats) -> int | None:
 
 
 def state_of(request: Request) -> ServerState:
-    """Return the state of the server that received a request."""
     return request.app.state.server
 
 

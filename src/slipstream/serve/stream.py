@@ -27,7 +27,6 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies mu
 
 
 def event(answer: Answer, name: str | None = None) -> str:
-    """Return an answer as one server-sent event."""
     line = f"event: {name}\n" if name else ""
     return f"{line}data: {answer.json_text()}\n\n"
 
@@ -96,7 +95,6 @@ class ChunkAnswering:
         ]
 
     def event(self, choices: list[Any], usage: bool = False, ended: bool = False) -> str:
-        """Return a chunk of the stream: with usage, or with all further fields if the answer has ended."""
         wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
         about = self.call.about(self.speculation) if ended or any(wanted.values()) else {}
         further = {name: value for name, value in about.items() if wanted.get(name, ended)}

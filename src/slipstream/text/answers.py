@@ -21,7 +21,6 @@ class Answers:
     written: set[int] = field(default_factory=set)
 
     def write(self, index: int, answer: dict[str, Any]) -> None:
-        """Write the answer to a prompt, and flush."""
         line = json_text({"index": index, **answer}, ensure_ascii=False)
         with _uninterrupted():
             self.stream.write(f"{line}\n")

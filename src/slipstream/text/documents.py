@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from slipstream.text.jsontext import read_json
 
 DATASET = "dataset:"
 
@@ -128,9 +129,9 @@ def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(f"{where}: this is not JSON ({error}).") from error
+                record = read_json(line.encode())
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
             yield from ((where, document) for document in _documents(record, field, where))
     elif text:
         yield str(path), text

@@ -1,4 +1,4 @@
-"""Conversion to valid JSON, used for every JSON text that Slipstream writes."""
+"""Conversion to valid JSON, used for every JSON text that Slipstream writes, and from it, line by line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ def json_text(value: Any, **how: Any) -> str:
         return json.dumps(value, allow_nan=False, **how)
     except ValueError:  # a number is not finite, which is rare: looking for it first would take most of the time
         return json.dumps(_finite(value), allow_nan=False, **how)
+
+
+def read_json(line: bytes) -> Any:
+    """Read JSON in UTF-8. Raises ValueError, in one sentence, for what is none, also for NaN and infinities."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"this is not JSON ({name} is no number there).")
+
+    try:
+        return json.loads(line.decode(), parse_constant=refuse)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON ({error.msg}, column {error.colno}).") from error
+    except RecursionError as error:
+        raise ValueError("this JSON is nested too deeply.") from error
 
 
 def _finite(value: Any) -> Any:

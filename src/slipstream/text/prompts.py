@@ -6,7 +6,6 @@ A prompt that cannot be read becomes an item with an error, so that the others c
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from slipstream.text.jsontext import read_json
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _from_json(line: bytes) -> Any:
-    try:
-        record = json.loads(_utf8(line))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"this is not JSON ({error.msg}, column {error.colno}).") from error
-    except RecursionError as error:
-        raise ValueError("this JSON is nested too deeply.") from error
+    record = read_json(line)
     forms = [form for form in FORMS if isinstance(record, dict) and form in record]
     if len(forms) != 1:
         raise ValueError('the line must be a JSON object with one of "prompt", "messages", "tokens".')

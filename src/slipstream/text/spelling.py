@@ -35,7 +35,8 @@ class Spelling:
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         named = getattr(tokenizer, "all_special_ids", ())
         special = {*named, *(number for number, token in self._added.items() if token.special)}
-        self.hidden = {number: self._name(number) for number in special}
+        names = {number: token.content for number, token in self._added.items()}
+        self.hidden = {each: names.get(each) or tokenizer.convert_ids_to_tokens(each) for each in special}
         self._known: dict[int, bytes] = {}
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -61,9 +62,6 @@ class Spelling:
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _name(self, token: int) -> str:
-        return self._added[token].content if token in self._added else self._tokenizer.convert_ids_to_tokens(token)
 
     def _bytes(self, token: int) -> bytes:
         """Read the bytes of a token from its name, if a way to read names is known; else decode it after a word."""

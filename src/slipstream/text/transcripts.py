@@ -25,16 +25,13 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """The whole text, without times."""
         return " ".join(segment.text.strip() for segment in self.segments).strip()
 
     def srt(self) -> str:
-        """Return subtitles in the SubRip format."""
         parts = enumerate(self.segments, 1)
         return "".join(f"{number}\n{_between(each, ',')}\n{each.text.strip()}\n\n" for number, each in parts)
 
     def vtt(self) -> str:
-        """Return subtitles in the WebVTT format."""
         return "WEBVTT\n\n" + "".join(f"{_between(each, '.')}\n{each.text.strip()}\n\n" for each in self.segments)
 
 

@@ -26,7 +26,6 @@ class ServerReply:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that were written."""
         usage = self.body.get("usage") or {}
         return usage.get("completion_tokens", usage.get("output_tokens", 0))
 

@@ -31,7 +31,6 @@ class Printed:
         self.failed = 0
 
     def write(self, line: BatchLine, answer: ServerReply) -> None:
-        """Print an answer."""
         print(_text(line.form.record(line.index, line.id, answer)), file=self.stream, flush=True)
 
     def finish(self) -> None:
@@ -83,18 +82,15 @@ class Journal:
 
     @property
     def answered(self) -> set[int]:
-        """The indices of lines that are answered already."""
         return set(self._offsets)
 
     def write(self, line: BatchLine, answer: ServerReply) -> None:
-        """Write an answer to the disk."""
         record = line.form.record(line.index, line.id, answer)
         self.failed += bool(answer.error)
         entry = _text({"line": line.index, "failed": bool(answer.error), "record": record})
         self._offsets[line.index] = self._append(entry.encode(errors="backslashreplace"))
 
     def finish(self) -> None:
-        """Write the file of answers and remove the journal."""
         with atomic_write(self.out) as part:
             if self.out.suffix == ".parquet":
                 write_table(part, self._records(), self.columns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat, ServerReply
-from slipstream.text.jsontext import json_text
+from slipstream.text.jsontext import json_text, read_json
 from slipstream.text.prompts import FORMS, read_unpacked
 
 PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}
@@ -115,36 +114,13 @@ def _text_records(name: str) -> Iterator[dict[str, Any] | ValueError]:
     lines = [line for line in data.splitlines() if line.strip()]
     is_json = name.endswith((".jsonl", ".json", ".ndjson")) or bool(lines and lines[0].lstrip().startswith(b"{"))
     for line in lines:
-        yield _parse(line) if is_json else _decode(line)
-
-
-def _decode(line: bytes) -> dict[str, Any] | ValueError:
-    try:
-        return {"prompt": line.decode()}
-    except UnicodeDecodeError as error:
-        return ValueError(f"byte {error.start + 1} is not UTF-8.")
-
-
-def _parse(line: bytes) -> dict[str, Any] | ValueError:
-    try:
-        record = json.loads(line, parse_constant=_refuse_constant)
-    except _NoJson as error:
-        return error
-    except json.JSONDecodeError as error:
-        return ValueError(f"this is not JSON ({error.msg}, column {error.colno}).")
-    except UnicodeDecodeError as error:
-        return ValueError(f"byte {error.start + 1} is not UTF-8.")
-    except RecursionError:
-        return ValueError("this JSON is nested too deeply.")
-    return record if isinstance(record, dict) else ValueError("the line is no JSON object.")
-
-
-class _NoJson(ValueError):
-    """A value that Python's parser accepts but JSON does not have, such as NaN."""
-
-
-def _refuse_constant(name: str) -> None:
-    raise _NoJson(f"this is not JSON ({name} is no number there).")
+        try:
+            record = read_json(line) if is_json else {"prompt": line.decode()}
+            yield record if isinstance(record, dict) else ValueError("the line is no JSON object.")
+        except UnicodeDecodeError as error:
+            yield ValueError(f"byte {error.start + 1} is not UTF-8.")
+        except ValueError as error:
+            yield error
 
 
 def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:

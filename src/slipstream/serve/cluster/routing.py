@@ -26,16 +26,14 @@ def routing_key(body: bytes) -> str:
     """
     try:
         record = json.loads(body)
-        beginning = _beginning(next((record[name] for name in ("messages", "prompt", "input") if name in record), None))
+        prompt = next((record[name] for name in ("messages", "prompt", "input") if name in record), None)
+        beginning: Any
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            questions = (place for place, message in enumerate(prompt) if message.get("role") == "user")
+            beginning = json_text(prompt[: next(questions, 0) + 1])[:QUESTION]
+        else:
+            beginning = prompt and prompt[:BEGINNING]
         salt = record.get("cache_salt")
     except (ValueError, TypeError, AttributeError, RecursionError):
         return ""
     return hashlib.sha256(json_text([salt, beginning]).encode()).hexdigest()[:32] if beginning else ""
-
-
-def _beginning(prompt: Any) -> Any:
-    """Return the part of a prompt that selects the replica; of a chat, all up to the first message of the user."""
-    if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], dict):
-        return prompt and prompt[:BEGINNING]
-    questions = (place for place, message in enumerate(prompt) if message.get("role") == "user")
-    return json_text(prompt[: next(questions, 0) + 1])[:QUESTION]

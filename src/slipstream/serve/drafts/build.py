@@ -52,7 +52,11 @@ def build(draft: str, how: How) -> tuple[Drafter, VocabularySketch]:
     source = how.tokenizer or (models[-1] if models else None)
     tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(source) if source else None
     if isinstance(syntax, DrafterTerm) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
-        return _model(models[0], dict(syntax.options), how, tokenizer)
+        options = dict(syntax.options)
+        place = (options.get("dtype", how.dtype), options.get("device", how.device))
+        scorer = load_scorer(models[0], *place, Mode(how.compile))  # perhaps an encoder-decoder
+        size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))  # without ids for padding
+        return ModelDrafter(scorer, size), VocabularySketch.of(size, tokenizer)
     sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
     if tokenizer is None and not sizes:
         raise ValueError(f"the tokenizer of {draft!r} is unknown: name that of the clients, --tokenizer NAME.")
@@ -63,14 +67,6 @@ def build(draft: str, how: How) -> tuple[Drafter, VocabularySketch]:
 
 
 NAMED = ("model", "embedded")
-
-
-def _model(source: Any, options: dict[str, str], how: How, tokenizer: Any) -> tuple[Drafter, VocabularySketch]:
-    """Build a draft from one model, which may be an encoder-decoder; padding ids beyond the tokenizer are left out."""
-    place = (options.get("dtype", how.dtype), options.get("device", how.device))
-    scorer = load_scorer(source, *place, Mode(how.compile))
-    size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))
-    return ModelDrafter(scorer, size), VocabularySketch.of(size, tokenizer)
 
 
 def _size(tokenizer: Any) -> int:

@@ -58,7 +58,6 @@ class Served:
 
     @property
     def rng(self) -> Rng:
-        """What draws its tokens."""
         if self.opened.mode == DraftMode.LAW:
             return ByNumbers(self)
         return draw_coupled if self.opened.mode == DraftMode.COUPLED else draw
@@ -168,9 +167,13 @@ class DraftRows:
         self.close(client, opened.row)
         if len(self.rows) >= self.most_rows:
             raise FrameError(f"this draft server serves {self.most_rows} rows at once: use less, or raise --max-rows")
+        # Rows with equal settings share a sampler, so that their laws are computed together.
+        if len(self._samplers) > 256:
+            self._samplers.clear()
+        settings = f"{opened.mode} {json_text(opened.sampling, sort_keys=True)}"
         request = Request(
             opened.text[: opened.prompt],
-            self._sampler(opened),
+            self._samplers.setdefault(settings, opened.sampler()),
             ENDLESS,
             seed=opened.seed,
             key=opened.key,
@@ -184,25 +187,15 @@ class DraftRows:
             raise FrameError(str(error)) from None
         self.rows[client, opened.row] = Served(opened, Row(request, 0, list(opened.text)), len(opened.text))
 
-    def _sampler(self, opened: OpenRow) -> Sampling:
-        """Return the sampler of a row; rows with equal settings share one, so that their laws are computed together."""
-        name = f"{opened.mode} {json_text(opened.sampling, sort_keys=True)}"
-        if len(self._samplers) > 256:
-            self._samplers.clear()
-        return self._samplers.setdefault(name, opened.sampler())
-
     def close(self, client: int, row: int) -> None:
-        """Remove a row, if it exists."""
         if (served := self.rows.pop((client, row), None)) is not None:
             served.row.finish_reason = "abort"
 
     def leave(self, client: int) -> None:
-        """Remove all rows of a client."""
         for name in [name for name in self.rows if name[0] == client]:
             self.close(*name)
 
     def reset(self) -> None:
-        """Remove all rows."""
         for name in list(self.rows):
             self.close(*name)
 

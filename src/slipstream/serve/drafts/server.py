@@ -54,7 +54,6 @@ class Letter:
 
     @property
     def asks(self) -> bool:
-        """Whether it asks for a draft."""
         return self.frame is not None and self.frame.kind == FrameType.PROPOSE
 
 
@@ -193,7 +192,6 @@ class DraftServer:
         self._talks = dict[asyncio.Task[None], asyncio.StreamWriter]()
 
     def run(self) -> None:
-        """Serve until `stop`."""
         try:
             self._loop.run_until_complete(self._serve())
         finally:

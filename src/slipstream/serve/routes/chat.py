@@ -49,7 +49,6 @@ class _ChatAnswer(ChunkAnswering):
         self.called = [False] * len(call.tickets)  # whether the answer has a call so far
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
-        """Return the answer for the pieces of all texts."""
         choices = []
         for index, pieces in enumerate(texts):
             completion = completed(pieces)
@@ -67,7 +66,6 @@ class _ChatAnswer(ChunkAnswering):
         return with_choices(answers.ChatAnswer(**self.heading.fields, choices=[], **about), choices)
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield chunks as tokens come, then the usage if it was requested."""
         begun = set[int]()
         async for index, pieces in self.call.rounds():
             if index not in begun:

@@ -124,7 +124,6 @@ class _CompletionAnswer(ChunkAnswering):
         self.tokens = [TextTokens(state.spelling, body.logprobs or 0, ticket.generation) for ticket in call.tickets]
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
-        """Return the answer for the pieces of all texts."""
         choices = []
         written, asked = self.call.samples, self.body.n or 1
         places = most_probable(list(map(completed, texts)), written, asked) if written > asked else range(len(texts))

@@ -69,7 +69,6 @@ class _MessageAnswer:
         self.ticket, self.reader = ticket, tools.reader(ticket.generation.request.prompt)
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
-        """Return the answer for the pieces of the text."""
         [pieces] = texts
         message = as_message([delta for piece in pieces for delta in self.reader(piece)])
         blocks = []

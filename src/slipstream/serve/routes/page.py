@@ -23,17 +23,14 @@ def _file(name: str, kind: str) -> Response:
 
 @router.get("/")
 def page() -> Response:
-    """Return the page."""
     return _file("page.html", "text/html")
 
 
 @router.get("/page.js")
 def script() -> Response:
-    """Return the page's script."""
     return _file("page.js", "text/javascript")
 
 
 @router.get("/page.css")
 def style() -> Response:
-    """Return the page's style sheet."""
     return _file("page.css", "text/css")

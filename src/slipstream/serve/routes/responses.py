@@ -79,13 +79,11 @@ class _ResponseAnswer:
         self.count = 0  # the number of events so far
 
     async def whole(self) -> ResponseAnswer:
-        """Wait for the text -> the whole answer."""
         [pieces] = await self.call.collect()
         list(self._read(pieces))
         return self._done(completed(pieces))
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the events of the output, as it is written."""
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._response("in_progress"))
         completion: Completion | None = None
