@@ -150,6 +150,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rule": ({"speculative": {"verify": "guess"}}, "speculative.verify"),
     "lossless": ({"speculative": {"verify": "lenient:0.5", "lossless": True}}, "speculative.verify"),
     "minimum above the maximum": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    "best of fewer": ({"best_of": 2, "n": 3}, "best_of"),
+    "best of too many": ({"best_of": 1000}, "best_of"),
+    "best of a stream": ({"best_of": 2, "stream": True}, "best_of"),
+    "one beam": ({"use_beam_search": True}, "use_beam_search"),
+    "a stream of beams": ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
+    "logprobs of beams": ({"use_beam_search": True, "n": 2, "logprobs": 1}, "use_beam_search"),
+    "beams with a grammar": (
+        {"use_beam_search": True, "n": 2, "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    "beams' penalty without beams": ({"length_penalty": 1.0}, "length_penalty"),
 }
 
 
@@ -248,22 +259,3 @@ def test_the_best_of_several_samples_are_answered(client: openai.OpenAI) -> None
     assert [choice.index for choice in best.choices] == [0, 1]
     assert best.choices[0].logprobs is None
     assert best.usage.completion_tokens == several.usage.completion_tokens
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"best_of": 2, "n": 3}, "best_of"),
-        ({"best_of": 1000}, "best_of"),
-        ({"best_of": 2, "stream": True}, "best_of"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
-        ({"use_beam_search": True, "n": 2, "logprobs": 1}, "use_beam_search"),
-        ({"use_beam_search": True, "n": 2, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"length_penalty": 1.0}, "length_penalty"),
-    ],
-)
-def test_what_excludes_each_other_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="embedded", prompt=PROMPT, max_tokens=4, extra_body=fields)
-    assert refused.value.param == param

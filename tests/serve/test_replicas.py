@@ -85,12 +85,9 @@ def test_turns_of_a_conversation_have_one_key() -> None:
 def test_a_number_of_replicas_is_read(text: str | int, found: tuple[int, int]) -> None:
     scale = Scale.read(text)
     assert (scale.least, scale.most) == found
-
-
-@pytest.mark.parametrize("text", ["", "0", "4..1", "a", "1..b", "-1"])
-def test_other_numbers_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="possible"):
-        Scale.read(text)
+    for wrong in ("", "0", "4..1", "a", "1..b", "-1"):
+        with pytest.raises(ValueError, match="possible"):
+            Scale.read(wrong)
 
 
 @pytest.mark.slow
