@@ -45,7 +45,7 @@ def test_json_lines_in_their_three_forms(tmp_path: Path, name: str) -> None:
     data = b'{"prompt": "a\\nb", "id": 7}\n{"messages": [{"role": "user", "content": "hi"}]}\n\n{"tokens": [1, 2]}\n'
     items = gather([], write(tmp_path, data, name), chat=False)
     assert [item.prompt for item in items] == ["a\nb", CHAT, [1, 2]]
-    assert [item.shown for item in items] == ["a\nb", "", ""]
+    assert [item.shown for item in items] == ["a\nb", "hi\n\n", ""]
     assert [item.where[-2:] for item in items] == [":1", ":2", ":4"]
 
 
