@@ -14,11 +14,55 @@ namespace {
 
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
+// Rows that share weights while these are in registers, and sums beyond which a tile has only two vectors of a panel.
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 15;  // MOST_ROWS * PARTS sums and the weights; inputs are read where they lie
+constexpr int MOST_ROWS = 15, SUMS = 30;  // inputs are read where they lie
+#elif defined(__ARM_NEON)
+constexpr int MOST_ROWS = 6, SUMS = 24;
 #else
-constexpr int MOST_ROWS = 3;
+constexpr int MOST_ROWS = 6, SUMS = 8;
 #endif
+
+constexpr int64_t ROOM = 48;  // rows whose sums are held at a time
+
+// Vectors of a panel that ROWS rows multiply at a time.
+constexpr int together(int rows) {
+  int parts = PARTS;
+  while (parts > 2 && rows * parts > SUMS) parts /= 2;
+  return parts;
+}
+
+// What inputs are multiplied as, and how: without instructions for bfloat16, its pairs are two vectors of weights.
+template <class Type>
+struct Factor {
+  using Item = float;
+  static constexpr int PLANES = 1;
+  static Item take(float input) { return input; }
+  static Lanes plane(const Lanes& weights, int) { return weights; }
+  static void add(Lanes& sum, const Lanes& weights, const Item* input) { fuse(sum, weights, *input); }
+};
+
+template <>
+struct Factor<BFloat16> {
+#if defined(__AVX512BF16__)
+  using Item = uint16_t;
+  static constexpr int PLANES = 1;
+  static Item take(uint16_t input) { return input; }
+  static Lanes plane(const Lanes& weights, int) { return weights; }
+  static void add(Lanes& sum, const Lanes& weights, const Item* input) { BFloat16::add(sum, weights, input); }
+#else
+  using Item = float;
+  static constexpr int PLANES = 2;
+  static Item take(uint16_t input) { return BFloat16::widen(input); }
+  static Lanes plane(const Lanes& weights, int plane) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // a register less than with a mask
+    if (plane) return (Lanes)_mm256_slli_epi32(_mm256_srli_epi32((__m256i)weights, 16), 16);
+#endif
+    return (Lanes)(plane ? (Words)weights & 0xffff0000u : (Words)weights << 16);
+  }
+  static void add(Lanes& sum, const Lanes& weights, const Item* input) { fuse(sum, weights, *input); }
+#endif
+};
 
 // A layer of a product.
 template <class Type>
@@ -31,8 +75,8 @@ struct Layer {
 // What a product reads and writes. `steps` are pairs (or single ones) of inputs.
 template <class Type>
 struct Product {
-  const typename Type::Item* inputs;  // (rows, steps * STEP), rows `apart` items from each other
-  typename Type::Item* outputs;       // (rows, features)
+  const typename Factor<Type>::Item* inputs;  // (rows, steps * STEP), rows `apart` items from each other
+  typename Type::Item* outputs;                 // (rows, features)
   int64_t rows, steps, features, apart;
   std::vector<Layer<Type>> layers;
 };
@@ -45,34 +89,64 @@ void write(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, i
                     work.outputs + row * work.features + layer.place + first, count);
 }
 
-// A panel's features of ROWS rows, beginning with `row`.
+// Adds the products of `steps` steps to sums (ROWS, PANEL) of some vectors of a panel. Every step asks for `pace` bytes, at
+// most two lines, of what comes `later`.
 template <class Type, int ROWS>
-void tile(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t row) {
-  constexpr int STEP = Type::STEP;
-  const int64_t width = work.steps * STEP;
-  const typename Type::Item* weight = layer.weight + panel * PANEL * width;
-  const typename Type::Item* inputs = work.inputs + row * work.apart;
-  Lanes sums[ROWS][PARTS];
-  for (auto& parts : sums)
-    for (Lanes& sum : parts) sum = Lanes{};
-  for (int64_t step = 0; step < work.steps; ++step, weight += PANEL * STEP) {
-    Lanes weights[PARTS];
-    prefetch(weight, sizeof(weights));
-    for (int part = 0; part < PARTS; ++part) std::memcpy(&weights[part], weight + part * LANES * STEP, sizeof(Lanes));
-    for (int r = 0; r < ROWS; ++r)
-      for (int part = 0; part < PARTS; ++part) Type::add(sums[r][part], weights[part], inputs + r * work.apart + step * STEP);
+void add_tile(const typename Type::Item* weight, const typename Factor<Type>::Item* inputs, int64_t apart, int64_t steps,
+              float* to, uintptr_t later, int64_t pace) {
+  constexpr int WIDE = together(ROWS), STEP = Type::STEP;
+  Lanes sums[ROWS][WIDE];
+  for (int r = 0; r < ROWS; ++r)
+    for (int part = 0; part < WIDE; ++part) sums[r][part] = vector_at(to + r * PANEL + part * LANES);
+  for (int64_t step = 0; step < steps; ++step, weight += PANEL * STEP, inputs += STEP, later += pace) {
+    ask(later);
+    ask(later + pace / 2);
+    for (int plane = 0; plane < Factor<Type>::PLANES; ++plane) {
+      Lanes weights[WIDE];
+      for (int part = 0; part < WIDE; ++part)
+        weights[part] = Factor<Type>::plane(vector_at(weight + part * LANES * STEP), plane);
+      for (int r = 0; r < ROWS; ++r)
+        for (int part = 0; part < WIDE; ++part) Factor<Type>::add(sums[r][part], weights[part], inputs + r * apart + plane);
+    }
   }
-  for (int r = 0; r < ROWS; ++r) write(work, layer, panel, row + r, sums[r]);
+  for (int r = 0; r < ROWS; ++r)
+    for (int part = 0; part < WIDE; ++part) std::memcpy(to + r * PANEL + part * LANES, &sums[r][part], sizeof(Lanes));
 }
 
-// A panel's features of all rows, in tiles of nearly the same height.
+// Adds the products of a panel's weights with the inputs of `rows` rows to sums (rows, PANEL), each one after another in the
+// order of inputs. Blocks of weights, which the first cache holds, meet all rows there, in tiles of nearly the same height,
+// which meanwhile ask for the next block, each for its part.
+template <class Type>
+void add_panel(const Product<Type>& work, const typename Type::Item* weight, int64_t first, int64_t rows,
+               float (*sums)[PANEL]) {
+  constexpr int64_t STEP = Type::STEP, BYTES = PANEL * STEP * sizeof(*weight), BLOCK = AHEAD / BYTES;
+  const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int64_t begin = 0; begin < work.steps; begin += BLOCK) {
+    const int64_t steps = std::min(BLOCK, work.steps - begin);
+    const typename Type::Item* block = weight + begin * PANEL * STEP;
+    uintptr_t later = reinterpret_cast<uintptr_t>(block) + AHEAD;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t row = rows * i / tiles;
+      const auto* inputs = work.inputs + (first + row) * work.apart + begin * STEP;
+      as_constant<MOST_ROWS>(rows * (i + 1) / tiles - row, [&](auto constant) {
+        constexpr int ROWS = decltype(constant)::value, WIDE = together(ROWS);
+        const int64_t pace = BYTES * WIDE / (PARTS * tiles);
+        for (int part = 0; part < PARTS; part += WIDE, later += pace * steps)
+          add_tile<Type, ROWS>(block + part * LANES * STEP, inputs, work.apart, steps, sums[row] + part * LANES, later, pace);
+      });
+    }
+  }
+}
+
+// A panel's features of all rows.
 template <class Type>
 void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel) {
-  const int64_t tiles = (work.rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t row = work.rows * i / tiles;
-    as_constant<MOST_ROWS>(work.rows * (i + 1) / tiles - row,
-                           [&](auto rows) { tile<Type, decltype(rows)::value>(work, layer, panel, row); });
+  for (int64_t row = 0; row < work.rows; row += ROOM) {
+    const int64_t rows = std::min(ROOM, work.rows - row);
+    float sums[ROOM][PANEL];
+    std::fill_n(sums[0], rows * PANEL, 0.0f);
+    add_panel(work, layer.weight + panel * work.steps * PANEL * Type::STEP, row, rows, sums);
+    for (int64_t r = 0; r < rows; ++r) write(work, layer, panel, row + r, sums[r]);
   }
 }
 
@@ -193,17 +267,23 @@ template <class Type>
 void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::span<const slipstream::PanelLayer> layers,
          typename Type::Item* outputs) {
   using Item = typename Type::Item;
-  Product<Type> work{inputs, outputs, rows, width / Type::STEP, 0, width, {}};
+  using Input = typename Factor<Type>::Item;
+  constexpr bool SAME = std::is_same_v<Item, Input>;
+  Product<Type> work{nullptr, outputs, rows, width / Type::STEP, 0, width, {}};
   for (const auto& [weight, bias, features] : layers) {
     work.layers.push_back({static_cast<const Item*>(weight), static_cast<const Item*>(bias), features, work.features});
     work.features += features;
   }
-  std::unique_ptr<Item[]> copy;  // with rows that do not push each other out of the cache
-  if (rows > FEW && width && width * sizeof(Item) % COLLIDING == 0) {
-    work.apart += LINE / sizeof(Item);
-    copy.reset(new Item[rows * work.apart]);
-    slipstream::parallel_for(0, rows, std::max<int64_t>(1, SHARE / width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) std::copy_n(inputs + row * width, width, copy.get() + row * work.apart);
+  const bool colliding = rows > FEW && width && width * sizeof(Input) % COLLIDING == 0;
+  if constexpr (SAME) work.inputs = inputs;
+  std::unique_ptr<Input[]> copy;
+  if (!SAME || colliding) {  // as they are multiplied, with rows that do not push each other out of the cache
+    work.apart += colliding ? LINE / sizeof(Input) : 0;
+    copy.reset(new Input[rows * work.apart]);
+    const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
+    slipstream::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        for (int64_t i = 0; i < width; ++i) copy[row * work.apart + i] = Factor<Type>::take(inputs[row * width + i]);
     });
     work.inputs = copy.get();
   }

@@ -1,8 +1,8 @@
 // What all kernels share: vectors of the processor's width, number types, panels, and asking for weights early.
 //
-// A product that is added is rounded once where the code says `fused`, and twice everywhere else: compilers, which would
-// choose differently for every loop, are not allowed to (-ffp-contract=off). So the same sums have the same bits in all paths
-// of a kernel, whichever compiler built it.
+// A product that is added is rounded once where the code says `fused` (or `fuse`), and twice everywhere else: compilers,
+// which would choose differently for every loop, are not allowed to (-ffp-contract=off). So the same sums have the same bits
+// in all paths of a kernel, whichever compiler built it.
 
 #pragma once
 
@@ -73,6 +73,12 @@ To bits(From from) {
   return to;
 }
 
+// The vector at a place. (Several that are copied by std::memcpy become one copy, by way of memory.)
+inline Lanes vector_at(const void* place) {
+  typedef float Loose __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+  return *static_cast<const Loose*>(place);
+}
+
 // one * other + sum with a single rounding, where the processor can do that in one instruction; else with two.
 inline Lanes fused(const Lanes& one, const Lanes& other, const Lanes& sum) {
 #if defined(__AVX512F__)
@@ -88,6 +94,17 @@ inline Lanes fused(const Lanes& one, const Lanes& other, const Lanes& sum) {
 
 // Taking nothing off keeps every number, so that compilers leave a plain broadcast; adding nothing turns -0 to 0.
 inline Lanes fused(const Lanes& one, float other, const Lanes& sum) { return fused(one, other - Lanes{}, sum); }
+
+// The same, in the register of the sum: with 16 of them, GCC otherwise moves sums about in every step.
+inline void fuse(Lanes& sum, const Lanes& one, float other) {
+#if defined(__FMA__) && !defined(__AVX512F__) && !defined(__clang__)
+  Lanes found = sum;
+  asm volatile("vfmadd231ps %1, %2, %0" : "+x"(found) : "xm"(one), "x"(other - Lanes{}));
+  sum = found;
+#else
+  sum = fused(one, other, sum);
+#endif
+}
 
 struct Float32 {
   using Item = float;
@@ -109,7 +126,11 @@ struct BFloat16 {
   static Lanes load(const Item* place) {
     Halves found;
     std::memcpy(&found, place, sizeof(found));
+#if defined(__AVX2__) && !defined(__AVX512F__)  // by one instruction, where compilers take four
+    return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)found), 16);
+#else
     return (Lanes)(__builtin_convertvector(found, Words) << 16);
+#endif
   }
   static void add(Lanes& sum, const Lanes& weights, const Item* input) {
 #if defined(__AVX512BF16__)
@@ -148,10 +169,12 @@ struct Float16 {
   }
 };
 
-// Asks for weights AHEAD of their turn. Behind the last ones there may be nothing, which is no error.
+// Asks for a line of weights. Behind the last ones there may be nothing, which is no error.
+inline void ask(uintptr_t place) { __builtin_prefetch(reinterpret_cast<const void*>(place), 0, LOCALITY); }
+
+// Asks for weights AHEAD of their turn.
 inline void prefetch(const void* place, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += LINE)
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(place) + AHEAD + line), 0, LOCALITY);
+  for (int64_t line = 0; line < bytes; line += LINE) ask(reinterpret_cast<uintptr_t>(place) + AHEAD + line);
 }
 
 #if defined(__AMX_TILE__)

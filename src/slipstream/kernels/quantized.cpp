@@ -15,38 +15,60 @@ namespace {
 constexpr double ROUND = 6755399441055744;  // 1.5 * 2^52: what is added to it and taken off again is a whole number
 constexpr float LEAST = 1e-30f;    // inputs below it are nothing
 
-#if defined(__AVX512F__)
-constexpr int MOST_ROWS = 6;  // with PARTS sums of a group and PARTS of all groups each
-#else
-constexpr int MOST_ROWS = 1;
-#endif
+constexpr int WHOLE_ROWS = 6;  // whose sums of a group stay in registers
 
 constexpr int64_t SIDE = 16;  // rows and features of a tile
 
 using Inputs = slipstream::WholeInputs;
 
+// The whole numbers nearest to exact products, of which the even ones if there are two: the same on any processor.
+inline Lanes nearest(const Lanes& values, float factor) {
+#if defined(__FMA__) || defined(__ARM_NEON)
+  constexpr float WHOLE = 12582912;  // adding it leaves no place for fractions
+  const Lanes product = values * factor, rest = fused(values, factor, -product);
+  const Lanes code = product + WHOLE - WHOLE, half = product - code;
+  return (half * half == 0.25f) & (half * rest > 0) ? code + 2 * half : code;
+#else
+  Lanes found;
+  for (int i = 0; i < LANES; ++i) found[i] = static_cast<float>((values[i] * double{factor} + ROUND) - ROUND);
+  return found;
+#endif
+}
+
 // A group of which `count` inputs are given; those behind them are nothing. If one of them is not finite, neither is
 // anything that the group is multiplied by.
 template <class Type>
 void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inputs, int64_t row, int64_t group) {
-  const int64_t place = row * inputs.groups + group;
+  const int64_t place = group * inputs.rows + row, vectors = inputs.group / LANES;
   int8_t* codes = inputs.codes.data() + row * inputs.apart + group * inputs.group;
-  float values[MOST_GROUP] = {};
-  for (int64_t i = 0; i < count; ++i) values[i] = Type::widen(given[i]);
-  uint32_t most = 0;  // compared as bits, where infinities and what is not a number are greater than all else
-  for (int64_t i = 0; i < inputs.group; ++i) most = std::max(most, bits<uint32_t>(values[i]) & 0x7fffffffu);
+  typename Type::Item filled[MOST_GROUP];
+  if (count < inputs.group) {
+    std::fill(std::copy_n(given, count, filled), filled + inputs.group, 0);
+    given = filled;
+  }
+  Words sizes = {};  // compared as bits, where infinities and what is not a number are greater than all else
+  for (int64_t i = 0; i < vectors; ++i) {
+    const Words size = (Words)Type::load(given + i * LANES) & 0x7fffffffu;
+    sizes = size > sizes ? size : sizes;
+  }
+  uint32_t most = 0;
+  for (int i = 0; i < LANES; ++i) most = std::max(most, sizes[i]);
   const float greatest = bits<float>(most);
   if (most >= 0x7f800000u) {
     inputs.scales[place] = std::numeric_limits<float>::quiet_NaN();
   } else if (greatest >= LEAST) {
-    const double inverse = 127 / greatest;  // whose products are exact, so that codes are the same on any processor
-    int32_t sum = 0;
-    for (int64_t i = 0; i < inputs.group; ++i) {
-      const int32_t code = static_cast<int32_t>((values[i] * inverse + ROUND) - ROUND);
-      codes[i] = static_cast<int8_t>(code);
-      sum += code;
+    int32_t numbers[MOST_GROUP];
+    Lanes sums = {};
+    for (int64_t i = 0; i < vectors; ++i) {
+      const Lanes found = nearest(Type::load(given + i * LANES), 127 / greatest);
+      const Whole rounded = __builtin_convertvector(found, Whole);
+      std::memcpy(numbers + i * LANES, &rounded, sizeof(rounded));
+      sums += found;
     }
+    for (int64_t i = 0; i < inputs.group; ++i) codes[i] = static_cast<int8_t>(numbers[i]);
     inputs.scales[place] = greatest / 127;
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += sums[i];
     inputs.sums[place] = sum;
   }
 }
@@ -74,86 +96,133 @@ struct Layer {
   }
 };
 
-// Adds the products of four codes of every feature with four inputs.
-template <int BITS>
-void add_products(Whole& sum, const Words& codes, const int8_t* inputs) {
+// Sums of products of codes with inputs, within a group.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD) || !defined(__AVX2__)
+template <int BITS, int ROWS>
+struct Products {
+  static constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
+  Whole sums[CHAINS] = {};
+
+  // Adds the products of a step's codes of every feature with its inputs.
+  void add(const Words& codes, const int8_t* inputs) {
+    if constexpr (BITS == 8) return add_four(sums[0], codes, inputs);
+    add_four(sums[0], codes & 0x0f0f0f0fu, inputs);
+    add_four(sums[CHAINS - 1], (codes >> 4) & 0x0f0f0f0fu, inputs + QUAD);
+  }
+
+  void settle() {}
+  Whole total() const { return CHAINS == 1 ? sums[0] : sums[0] + sums[CHAINS - 1]; }
+
+ private:
+  static void add_four(Whole& sum, const Words& codes, const int8_t* inputs) {
+    int32_t four;
+    std::memcpy(&four, inputs, sizeof(four));
 #if defined(__AVX512VNNI__)
-  int32_t four;
-  std::memcpy(&four, inputs, sizeof(four));
-  sum = (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
-#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-  const auto pair = [](int8_t low, int8_t high) { return (static_cast<int32_t>(high) << 16) | static_cast<uint16_t>(low); };
-  const Words even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
-#if defined(__AVX512BW__)
-  sum += (Whole)_mm512_madd_epi16((__m512i)even, _mm512_set1_epi32(pair(inputs[0], inputs[2])));
-  sum += (Whole)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32(pair(inputs[1], inputs[3])));
-#else
-  sum += (Whole)_mm256_madd_epi16((__m256i)even, _mm256_set1_epi32(pair(inputs[0], inputs[2])));
-  sum += (Whole)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32(pair(inputs[1], inputs[3])));
-#endif
+    sum = (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVXVNNI__)
+    sum = (Whole)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(four));
 #elif defined(__ARM_FEATURE_DOTPROD)
-  int32_t four;
-  std::memcpy(&four, inputs, sizeof(four));
-  const int8x16_t given = (int8x16_t)vdupq_n_s32(four), middle = vdupq_n_s8(BITS == 8 ? -128 : 0);
-  sum = (Whole)vdotq_s32((int32x4_t)sum, (int8x16_t)codes ^ middle, given);  // codes of 8 bits less 128, with a sign
-  if constexpr (BITS == 8) sum -= (Whole)vdotq_s32(int32x4_t{}, middle, given);
+    const int8x16_t given = (int8x16_t)vdupq_n_s32(four), middle = vdupq_n_s8(BITS == 8 ? -128 : 0);
+    sum = (Whole)vdotq_s32((int32x4_t)sum, (int8x16_t)codes ^ middle, given);  // codes of 8 bits less 128, with a sign
+    if constexpr (BITS == 8) sum -= (Whole)vdotq_s32(int32x4_t{}, middle, given);
 #else
-  for (int i = 0; i < QUAD; ++i) sum += (Whole)((codes >> (8 * i)) & 0xffu) * static_cast<int32_t>(inputs[i]);
+    for (int i = 0; i < QUAD; ++i) sum += (Whole)((codes >> (8 * i)) & 0xffu) * static_cast<int32_t>(inputs[i]);
 #endif
-}
+  }
+};
+#else
+// Products of 4 bits and 8, and sums of 16 of them, fit into 16 bits: codes of 8 bits are multiplied by halves.
+template <int BITS, int>
+struct Products {
+  typedef int16_t Short __attribute__((vector_size(4 * LANES)));
 
-// Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group.
+  Short sums[BITS == 8 ? 2 : 1] = {};
+  Whole settled = {};
+
+  void add(const Words& codes, const int8_t* inputs) {
+    pairs(sums[0], codes & 0x0f0f0f0fu, inputs);
+    pairs(sums[BITS == 8], (codes >> 4) & 0x0f0f0f0fu, inputs + (BITS == 8 ? 0 : QUAD));
+  }
+
+  void settle() {
+    settled += joined(sums[0], 1);
+    if constexpr (BITS == 8) settled += joined(sums[1], 16);
+    for (Short& sum : sums) sum = Short{};
+  }
+
+  Whole total() const { return settled; }
+
+ private:
+#if defined(__AVX512BW__)
+  static void pairs(Short& sum, const Words& codes, const int8_t* inputs) {
+    int32_t four;
+    std::memcpy(&four, inputs, sizeof(four));
+    sum += (Short)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(four));
+  }
+
+  static Whole joined(const Short& sum, int16_t factor) {
+    return (Whole)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(factor));
+  }
+#else
+  static void pairs(Short& sum, const Words& codes, const int8_t* inputs) {
+    int32_t four;
+    std::memcpy(&four, inputs, sizeof(four));
+    sum += (Short)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(four));
+  }
+
+  static Whole joined(const Short& sum, int16_t factor) {
+    return (Whole)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(factor));
+  }
+#endif
+};
+#endif
+
+// Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group. All is
+// exact until it is scaled: no number has more than 24 bits.
 template <class Form>
-void add_group(Lanes& sum, const Whole& products, const Lanes& scale, const Lanes& offset, const Inputs& inputs,
-               int64_t own) {
-  sum = fused(__builtin_convertvector(products, Lanes), scale * inputs.scales[own], sum);
-  if constexpr (Form::ZERO == Zero::OFFSET)
-    sum = fused(offset, inputs.scales[own] * static_cast<float>(inputs.sums[own]), sum);
+void add_group(Lanes& sum, const Whole& products, const Lanes& zero, const Lanes& scale, const Lanes& offset,
+               const Inputs& inputs, int64_t own) {
+  Lanes found = __builtin_convertvector(products, Lanes);
+  if constexpr (Form::ZERO != Zero::OFFSET) found = fused(-zero, inputs.sums[own], found);
+  sum = fused(found, scale * inputs.scales[own], sum);
+  if constexpr (Form::ZERO == Zero::OFFSET) sum = fused(offset, inputs.scales[own] * inputs.sums[own], sum);
 }
 
-inline Whole total(const Whole (&chains)[1]) { return chains[0]; }
-inline Whole total(const Whole (&chains)[2]) { return chains[0] + chains[1]; }
-
-// A panel's features of ROWS rows, beginning with `row`.
+// A panel's features of ROWS rows, beginning with `row`. Products are settled after at most 32 inputs.
 template <class Form, int ROWS>
 void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) {
   constexpr int BITS = Form::BITS;
-  constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
-  constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
-  const int64_t steps = inputs.group / STEP, apart = inputs.apart;
+  constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD, VECTOR = LANES * QUAD;
+  constexpr int WIDE = LANES == 16 ? PARTS : ROWS == 1 ? 4 : ROWS <= (BITS == 8 ? 2 : 3) ? 2 : 1;  // vectors of a panel
+  const int64_t steps = inputs.group / STEP, run = std::min<int64_t>(inputs.group, 32) / STEP, apart = inputs.apart;
   const uint8_t* codes = layer.weights.codes + panel * inputs.groups * steps * WIDTH;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
-  for (int64_t group = 0; group < inputs.groups; ++group) {
+  for (int64_t group = 0; group < inputs.groups; ++group, codes += steps * WIDTH, given += inputs.group) {
     const Numbers<Form> numbers(layer.weights, panel, group);
-    Whole found[ROWS][PARTS][CHAINS];
-    for (int part = 0; part < PARTS; ++part) {
-      const Whole zero = numbers.zeros(part);
-      for (int r = 0; r < ROWS; ++r) {
-        for (Whole& chain : found[r][part]) chain = Whole{};
-        found[r][part][0] = -zero * inputs.sums[(row + r) * inputs.groups + group];
-      }
-    }
-    for (int64_t step = 0; step < steps; ++step, codes += WIDTH, given += STEP) {
-      prefetch(codes, WIDTH);
-      for (int part = 0; part < PARTS; ++part) {
-        Words some;
-        std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
-        if constexpr (BITS == 8) {
-          for (int r = 0; r < ROWS; ++r) add_products<BITS>(found[r][part][0], some, given + r * apart);
-        } else {
-          const Words low = some & 0x0f0f0f0fu, high = (some >> 4) & 0x0f0f0f0fu;
-          for (int r = 0; r < ROWS; ++r) {
-            add_products<BITS>(found[r][part][0], low, given + r * apart);
-            add_products<BITS>(found[r][part][CHAINS - 1], high, given + r * apart + QUAD);
+    for (int first = 0; first < PARTS; first += WIDE) {
+      Products<BITS, ROWS> found[ROWS][WIDE];
+      uintptr_t later = reinterpret_cast<uintptr_t>(codes) + AHEAD + first * VECTOR * steps;
+      for (int64_t begin = 0; begin < steps; begin += run, later += WIDE * VECTOR * run) {
+        for (int64_t line = 0; WIDE * VECTOR < LINE && line < WIDE * VECTOR * run; line += LINE) ask(later + line);
+        const uint8_t* place = codes + begin * WIDTH + first * VECTOR;
+        for (int64_t step = 0; step < run; ++step) {
+          for (int64_t line = 0; line + LINE <= WIDE * VECTOR; line += LINE) ask(later + step * WIDE * VECTOR + line);
+          for (int part = 0; part < WIDE; ++part) {
+            const Words some = (Words)vector_at(place + step * WIDTH + part * VECTOR);
+            for (int r = 0; r < ROWS; ++r) found[r][part].add(some, given + (begin + step) * STEP + r * apart);
           }
         }
+        for (auto& parts : found)
+          for (auto& products : parts) products.settle();
       }
-    }
-    for (int part = 0; part < PARTS; ++part) {
-      const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
-      for (int r = 0; r < ROWS; ++r)
-        add_group<Form>(sums[r][part], total(found[r][part]), scale, offset, inputs, (row + r) * inputs.groups + group);
+      for (int part = 0; part < WIDE; ++part) {
+        const Lanes zero = numbers.zeros(first + part), scale = numbers.scales(first + part);
+        const Lanes offset = numbers.offsets(first + part);
+        for (int r = 0; r < ROWS; ++r)
+          add_group<Form>(sums[r][first + part], found[r][part].total(), zero, scale, offset, inputs,
+                          group * inputs.rows + row + r);
+      }
     }
   }
   for (int r = 0; r < ROWS; ++r) layer.write(panel, row + r, reinterpret_cast<const float*>(sums[r]));
@@ -214,11 +283,9 @@ class Tiles {
       multiply(codes, given, products);
       const Numbers<Form> numbers(layer.weights, panel, group);
       const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
-      const Whole zero = numbers.zeros(part);
-      for (int r = 0; r < SIDE; ++r) {
-        const int64_t own = (row + r) * inputs_.groups + group;
-        add_group<Form>(sums[r], products[r] - zero * inputs_.sums[own], scale, offset, inputs_, own);
-      }
+      const Lanes zero = numbers.zeros(part);
+      for (int r = 0; r < SIDE; ++r)
+        add_group<Form>(sums[r], products[r], zero, scale, offset, inputs_, group * inputs_.rows + row + r);
     }
     for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
   }
@@ -262,10 +329,10 @@ template <class Form>
 void fill(const Layer& layer, const Inputs& inputs, int64_t panel, Tiles<Form>& tiles) {
   const int64_t tiled = tiles.rows(inputs), others = inputs.rows - tiled;
   for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(layer, panel, row);
-  const int64_t parts = (others + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t parts = (others + WHOLE_ROWS - 1) / WHOLE_ROWS;
   for (int64_t i = 0; i < parts; ++i) {
     const int64_t row = tiled + others * i / parts;
-    as_constant<MOST_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
+    as_constant<WHOLE_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
       tile<Form, decltype(rows)::value>(layer, inputs, panel, row);
     });
   }
@@ -318,7 +385,7 @@ void plain_tile(const Layer& layer, const Plain& inputs, int64_t panel, int64_t 
       prefetch(codes, WIDTH);
       for (int part = 0; part < PARTS; ++part) {
         const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
-        const Whole zero = numbers.zeros(part);
+        const Whole zero = __builtin_convertvector(numbers.zeros(part), Whole);
         Words some;
         std::memcpy(&some, codes + part * LANES * QUAD, sizeof(some));
         for (int64_t i = 0; i < STEP; ++i) {

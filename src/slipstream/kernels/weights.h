@@ -34,6 +34,19 @@ struct Form {
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t Signed __attribute__((vector_size(LANES)));
 
+// Bytes as float32.
+template <class Kind>
+Lanes from_bytes(const void* place) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i own = _mm_loadl_epi64(static_cast<const __m128i*>(place));
+  return (Lanes)_mm256_cvtepi32_ps(std::is_same_v<Kind, Signed> ? _mm256_cvtepi8_epi32(own) : _mm256_cvtepu8_epi32(own));
+#else
+  Kind own;
+  std::memcpy(&own, place, sizeof(own));
+  return __builtin_convertvector(own, Lanes);
+#endif
+}
+
 // The numbers of a panel's features for a group.
 template <class Form>
 struct Numbers {
@@ -53,9 +66,7 @@ struct Numbers {
 
   Lanes stepped(const Lanes& number, int64_t first) const {
     if constexpr (!STEPS) return number;
-    Signed own;
-    std::memcpy(&own, weights.steps + step + first, sizeof(own));
-    return number * __builtin_convertvector(own, Lanes);
+    return number * from_bytes<Signed>(weights.steps + step + first);
   }
 
   Lanes scales(int part) const {
@@ -70,11 +81,9 @@ struct Numbers {
   }
 
   // The codes of the weight 0; 0 where codes have offsets.
-  Whole zeros(int part) const {
-    if constexpr (Form::ZERO != Zero::CODE) return Whole{} + (OFFSETS ? 0 : 1 << (Form::BITS - 1));
-    Bytes own;
-    std::memcpy(&own, static_cast<const uint8_t*>(weights.zeros) + place + part * LANES, sizeof(own));
-    return __builtin_convertvector(own, Whole);
+  Lanes zeros(int part) const {
+    if constexpr (Form::ZERO != Zero::CODE) return Lanes{} + (OFFSETS ? 0.0f : 1 << (Form::BITS - 1));
+    return from_bytes<Bytes>(static_cast<const uint8_t*>(weights.zeros) + place + part * LANES);
   }
 };
 
@@ -88,11 +97,11 @@ void write_row(const Weights& weights, int64_t feature, int64_t width, float* to
   for (int64_t first = 0; first < width; first += group) {
     const Numbers<Form> numbers(weights, panel, first / group);
     const float scale = numbers.scales(part)[lane % LANES], offset = numbers.offsets(part)[lane % LANES];
-    const int32_t zero = numbers.zeros(part)[lane % LANES];
+    const float zero = numbers.zeros(part)[lane % LANES];
     for (int64_t i = first; i < std::min(width, first + group); ++i) {
       const uint8_t byte = codes[i / STEP * PANEL * QUAD + i % QUAD];
       const int32_t code = Form::BITS == 8 ? byte : (byte >> (i % STEP / QUAD * 4)) & 15;
-      const float weight = static_cast<float>(code - zero) * scale;
+      const float weight = (static_cast<float>(code) - zero) * scale;
       to[i] = Form::ZERO == Zero::OFFSET ? weight + offset : weight;
     }
   }
