@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
-from slipstream.kernels.packing import Columns, QuantizedLinear, Stretch, has_blocked
+from slipstream.kernels.packing import QuantizedLinear, Stretch, has_blocked
 from slipstream.kernels.panels import into_panels, panel_bytes
 from slipstream.kernels.quantization import Precision, quantize
 
@@ -116,11 +116,9 @@ def quantized(shapes: list[tuple[int, int]], repetitions: int) -> list[dict[str,
         )
     for precision in PRECISIONS:
         name, sizes[str(precision)] = str(precision), sum(precision.bytes_of(*shape) for shape in shapes)
-        room, columns = Stretch(sizes[name]), Columns()
+        room = Stretch(sizes[name])
         layers[name] = [
-            QuantizedLinear(
-                precision, quantize(weight, precision).into_panels().map(room.hold), linear_of(weight), columns
-            ).multiply
+            QuantizedLinear(precision, quantize(weight, precision).into_panels().map(room.hold), linear_of(weight))
             for weight in weights
         ]
 

@@ -6,7 +6,6 @@ import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["SLIPSTREAM_GRAPHS"] = "off"  # tests of graphs see them made
 os.environ["SLIPSTREAM_CODES"] = "off"  # and those of calibrated rounding see codes chosen
 
 from collections import defaultdict

@@ -13,16 +13,16 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 52_249,
-    "lines of tests": 43_202,
+    "lines in src/slipstream": 52_185,
+    "lines of tests": 42_555,
     "files that name a sampling option (min_p)": 5,
-    "files that name a loading option (encoder_dtype)": 8,
+    "files that name a loading option (encoder_dtype)": 7,
     "words in README": 900,
     "words in docs/": 28_000,
     "class names that mean several things": 0,
-    "private helpers called once, in percent of functions": 19,
+    "private helpers called once, in percent of functions": 16,
     "rooms": 22,
-    "arrows between rooms": 114,
+    "arrows between rooms": 111,
 }
 
 

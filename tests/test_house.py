@@ -77,7 +77,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "engine.transformers_hook.*",
         "execution.names",
         "execution.passes",
-        "execution.inductor",
+        "execution.native",
         "execution.cuda_graphs",
         "execution.traced_passes",
         "execution.backends",

@@ -30,10 +30,10 @@ from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
 from slipstream.execution import backends, capturing, cuda_graphs
-from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
-from slipstream.execution.inductor import Compiled
+from slipstream.execution.cuda_graphs import Captured
 from slipstream.execution.masks import PassMasks
 from slipstream.execution.names import with_cache
+from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.models.heads.chains import Behind
 from slipstream.models.heads.eagle3 import load_eagle3
@@ -289,7 +289,7 @@ def test_rows_that_the_target_has_not_read_get_no_draft() -> None:
     assert propose(drafter, [row_of([1, 2, 3], 3)], [3]).lengths == (0,)
 
 
-@pytest.mark.parametrize("execution", [pytest.param(Compiled, marks=pytest.mark.slow), Captured])
+@pytest.mark.parametrize("execution", [Native, Captured])
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLE])
 def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones(
     monkeypatch: pytest.MonkeyPatch, settings: Any, execution: Any
@@ -298,7 +298,7 @@ def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones
     if execution is Captured:
         monkeypatch.setattr(capturing, "record", repeat)
         monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
-        monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
+        monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
     model = llama()
     eager, fast = CausalScorer(model), CausalScorer(model, execution=execution(model, "toy"))
     ours, eager_drafter = (HeadDrafter(target, eagle(model), "eagle3") for target in (fast, eager))
@@ -312,12 +312,18 @@ def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones
     assert ours.scorer.draft_graphs is not None and ours.scorer.draft_graphs.made
 
 
-def test_a_draft_that_reads_what_graphs_do_not_show_is_refused() -> None:
-    target = CausalScorer(llama(), execution=Compiled(llama(), "toy"))
-    last = len(target.model.model.layers)
-    with pytest.raises(ValueError, match="use this draft without compiling"):
-        target.record([last])
-    target.record([0, last - 1, LAST])  # the control: these are shown
+def test_programs_show_all_states() -> None:
+    model = llama()
+    eager, fast = CausalScorer(model), CausalScorer(model, execution=Native(model, "toy"))
+    last, found = len(model.model.layers), list[Tensor]()
+    for scorer in (eager, fast):
+        states = scorer.record([0, last, LAST])
+        scorer.add(1)
+        scorer.prefill([[1, 2, 3, 4]])
+        scorer.extend(torch.tensor([[5, 6]]), [2])
+        found.append(states.of(torch.arange(6)[None]))
+    assert isinstance(fast.execution, Native) and fast.execution.fault is None
+    torch.testing.assert_close(*found)
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from slipstream.decoding.generate import generate, rounds
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.early_exit import exit_drafter
-from slipstream.execution.inductor import Compiled
+from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
 from slipstream.models.loading.load import load_model
@@ -109,9 +109,9 @@ def test_weights_are_shared_not_copied() -> None:
 
 def test_a_compiled_pass_of_all_layers_is_not_the_draft_s() -> None:
     model = deep("llama")
-    target = CausalScorer(model, execution=Compiled(model, "whole"))
+    target = CausalScorer(model, execution=Native(model, "whole"))
     part = part_of(target, (0, 1))
-    assert isinstance(part.execution, Compiled) and part.execution.model is part.model is not model
+    assert isinstance(part.execution, Native) and part.execution.model is part.model is not model
 
 
 def test_an_exit_that_is_the_target_but_for_nothing_is_always_right() -> None:

@@ -25,7 +25,7 @@ from slipstream.drafters import specification as drafting
 from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.tree import TreeDrafter
-from slipstream.execution.inductor import Compiled
+from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Checkpoint, Progress
@@ -138,11 +138,10 @@ def test_heads_of_another_width_are_refused() -> None:
         HeadsDrafter(target_of(), some_heads(width=8))
 
 
-@pytest.mark.slow
 def test_a_compiled_target_shows_its_states() -> None:
     """The states that its graphs give are those of eager passes, and so are the texts."""
     eager, model = target_of(), target_of().model
-    fast = CausalScorer(model, execution=Compiled(model, "toy"))
+    fast = CausalScorer(model, execution=Native(model, "toy"))
     heads = some_heads()
     for settings in (GREEDY, SAMPLE):
         some = ragged(settings)

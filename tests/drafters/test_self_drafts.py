@@ -84,11 +84,15 @@ def decoder(name: str, vocab: int, gammas: tuple[int, ...], rule: Rule = TOKEN, 
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        pytest.param(name, rule, marks=marks(name, *([] if (name, rule.name) in FAST else [pytest.mark.slow])))
+        pytest.param(
+            name,
+            rule,
+            marks=marks(name, *([] if (name, rule.name) in FAST else [pytest.mark.slow])),
+            id=f"{name}-{rule.name}",
+        )
         for name in MADE
         for rule in (TOKEN, BLOCK)
     ],
-    ids=str,
 )
 def test_the_law_is_the_target_s(name: str, rule: Rule) -> None:
     """Two tokens, or none, or one, in turn; from states, after a first plain step, two at once."""

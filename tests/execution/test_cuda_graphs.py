@@ -12,7 +12,7 @@ from scripted import LATE, ONE, THREE, Gammas, Unfused, agree, drafts, drive, gr
 from slipstream import load
 from slipstream.decoding.sampling import Sampling
 from slipstream.execution import backends, capturing, cuda_graphs
-from slipstream.execution.cuda_graphs import Captured, CapturedDrafts, bucket
+from slipstream.execution.cuda_graphs import Captured, bucket
 from slipstream.execution.graphs import GRAPHS
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, SEQ2SEQ, tiny
@@ -28,8 +28,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(cuda_graphs, "Fused", Unfused)  # test_fused.py has those
     if request.param == "cpu":
         monkeypatch.setattr(capturing, "record", repeat)
-        monkeypatch.setitem(backends.KINDS, "cpu", Captured)
-        monkeypatch.setattr(backends, "DraftGraphs", CapturedDrafts)
+        monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
+        monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
     elif not torch.cuda.is_available():
         pytest.skip("no GPU")
     return str(request.param)

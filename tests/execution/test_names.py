@@ -17,10 +17,8 @@ from scripted import ONE, drafts, drive
 from slipstream.engine.transformers_hook import cache as generate_cache
 from slipstream.engine.transformers_hook import call as generate_call
 from slipstream.engine.transformers_hook.custom_generate import custom_generate
-from slipstream.execution import draft_graphs, inductor
-from slipstream.execution.graphs import own_code
-from slipstream.execution.inductor import Compiled
 from slipstream.execution.names import CACHE, STATE_NAMES, state_in, with_cache
+from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.models.recurrent.calls import CausalCalls
 from toys import FAMILIES, GREEDY, HF_VOCAB, rare, tiny
@@ -127,22 +125,10 @@ def test_passes_and_drafts(kind: type[LlamaForCausalLM]) -> None:
         assert torch.equal(left, right)
 
 
-class Traced:
-    """Stand for `Frozen`: a function as dynamo traces it, without compiling."""
-
-    def __init__(self, function: Callable[..., Any], *others: Any) -> None:
-        self._function = torch.compile(own_code(function), fullgraph=True, dynamic=True, backend="eager")
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self._function(*inputs)
-
-
 @pytest.mark.parametrize("kind", [New, *rare(Old)])
-def test_traced_passes_and_drafts(kind: type[LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "Frozen", Traced)
-    monkeypatch.setattr(draft_graphs, "Frozen", Traced)
+def test_recorded_passes_and_drafts(kind: type[LlamaForCausalLM]) -> None:
     expected, model = CausalScorer(tiny(FAMILIES["llama"])), named(kind)
-    ours = CausalScorer(model, execution=Compiled(model, "toy"))
+    ours = CausalScorer(model, execution=Native(model, "toy"))
     ours.make_draft_graphs(())
     for left, right in zip(drive(expected, 2), drive(ours, 2), strict=True):
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)

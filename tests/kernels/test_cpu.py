@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels import cpu as kernel
@@ -259,13 +259,13 @@ def test_plain_and_speculative_passes_give_the_same_bits(dtype: torch.dtype, nam
 @pytest.mark.parametrize("dtype", TYPES)
 def test_other_sums_for_many_rows_are_noticed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: products of many rows whose last bits are others."""
-    multiply = PanelLinear.multiply
+    multiply = PanelLinear.forward
 
     def careless(self: PanelLinear, inputs: Tensor) -> Tensor:
         found = multiply(self, inputs)
         return found if inputs.shape[:-1].numel() == 1 else torch.nextafter(found, torch.full_like(found, torch.inf))
 
-    monkeypatch.setattr(PanelLinear, "multiply", careless)
+    monkeypatch.setattr(PanelLinear, "forward", careless)
     assert not all(torch.equal(*both) for both in _passes(CausalScorer(packed(_wide("llama", dtype))), TEXTS))
 
 
@@ -290,42 +290,3 @@ def _passes(scorer: CausalScorer, texts: list[list[int]]) -> Iterator[tuple[Tens
         alone = [scorer.extend(torch.tensor([[token]]), [1])[0, 0] for token in text[-6:]]
         scorer.free([0])
         yield torch.stack(alone), together[row]
-
-
-@built
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_padding_of_a_prefill_is_not_multiplied_and_moves_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, rows = [[3] * 9, [4] * 2, [5] * 3], list[int]()
-    multiply = PanelLinear.multiply
-    monkeypatch.setattr(
-        PanelLinear,
-        "multiply",
-        lambda self, inputs: (rows.append(inputs.shape[:-1].numel()), multiply(self, inputs))[1],
-    )
-    scorer = CausalScorer(packed(tiny(FAMILIES[name])))
-    found = []
-    for worthwhile in (0.9, 0.0):  # the second leaves nothing out
-        monkeypatch.setattr(packing, "WORTHWHILE", worthwhile)
-        rows.clear()
-        scorer.add(3)
-        scorer.prefill(texts)
-        found.append((scorer.extend(torch.tensor([[7], [8], [9]]), [1, 1, 1]), max(rows)))
-        scorer.free(range(3))
-    (with_gaps, fewer), (whole, all_rows) = found
-    assert torch.equal(with_gaps, whole)
-    assert all_rows == 3 * 9 and fewer == 9 + 2 + 3
-
-
-@built
-def test_passes_of_other_shapes_are_multiplied_whole() -> None:
-    layer = nn.Linear(32, 32)
-    shared = packing.Columns()
-    twin = PanelLinear(layer.weight.detach(), None, shared, packing.Stretch(32 * 32 * 4))
-    inputs = torch.randn(2, 3, 32)
-    with shared.only([3, 1], 3):
-        assert twin(inputs)[1, 1:].eq(0).all() and twin(inputs)[1, 0].ne(0).any()
-        for other in (inputs[:1], inputs[:, :2], inputs.flatten(0, 1), inputs.transpose(0, 1).contiguous()):
-            assert torch.equal(twin(other), twin.multiply(other))
-    with shared.only([3, 3], 3):
-        assert shared.real is None
-    assert torch.equal(twin(inputs), twin.multiply(inputs))

@@ -32,7 +32,6 @@ from slipstream.models import facts
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import PROVEN, is_proven
 from slipstream.models.loading.load import find_tokenizer, load_model, load_tokenizer
-from slipstream.models.memory import HFCache
 from toys import BART, FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Altered, Family, request, tiny
 
 EVERY = {**FAMILIES, **PROBED}
@@ -146,35 +145,10 @@ def test_rows_may_be_padded_beyond_the_context(family: str) -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 def test_long_prompts_are_prefilled_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts but the first end when the last layer has written to the cache."""
     monkeypatch.setattr(models, "PREFILL_TOKENS", 5)
     rows = Reference(tiny(EVERY[family]))
     rows.add(17, 4, 10, 1)
     assert rows.step(2, 3, 1, 2) < TOLERANCE
-
-
-def test_a_prefill_ends_when_the_last_layer_has_its_keys() -> None:
-    model = tiny(FAMILIES["llama"])
-    rows = Reference(model)
-    rows.add(6, 3)
-    layers = [layer.mlp for layer in model.model.layers]
-    seen: list[int] = []
-    for number, layer in enumerate(layers):
-        layer.register_forward_hook(lambda *_, number=number: seen.append(number))
-    rows.scorer.prefill([text(7, 3), text(8, 2)])
-    assert seen == list(range(len(layers) - 1))
-    rows.texts = [[*rows.texts[0], *text(7, 3)], [*rows.texts[1], *text(8, 2)]]
-    assert rows.step(2, 3) < TOLERANCE
-    assert seen[len(layers) - 1 :].count(len(layers) - 1) > 0, "passes for logits run to their end"
-
-
-def test_control_a_prefill_that_ends_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "PREFILL_TOKENS", 5)
-    begin = HFCache.begin
-    monkeypatch.setattr(HFCache, "begin", lambda cache, most=None: begin(cache, most and most - 1))
-    rows = Reference(tiny(FAMILIES["llama"]))
-    rows.add(17, 4)
-    assert rows.step(2, 3) > TOLERANCE
 
 
 def test_recorded_states_are_those_of_whole_passes() -> None:

@@ -5,10 +5,7 @@ that end early, the logits are those of a fresh forward of each text alone; gree
 from __future__ import annotations
 
 import itertools
-import warnings
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,18 +29,11 @@ from slipstream.drafters.datastore.drafter import Datastore
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
-from slipstream.execution import kept_graphs
-from slipstream.execution.encoder_graphs import CompiledReader
-from slipstream.execution.inductor import Compiled
 from slipstream.execution.names import state_in, with_cache
-from slipstream.execution.passes import Mode
-from slipstream.kernels import packing
-from slipstream.kernels.cpu import kernel_missing
+from slipstream.execution.native import Native
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models import encoder_decoder as seq2seq
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading import load as loading
-from slipstream.models.loading.load import load_scorer
 from toys import (
     BART,
     FAMILIES,
@@ -329,121 +319,12 @@ def test_packed_weights_obey_the_contract(family: str, dtype: torch.dtype) -> No
     assert float((left - right).detach().abs().max() / left.detach().std()) < most
 
 
-@pytest.mark.slow  # the graphs of whole decoders are traced below, and a real one is made in execution/test_passes.py
-def test_compiled_passes_obey_the_contract() -> None:
-    """One graph for batches and one for single rows, over sources of any length, which graphs read too."""
-    model, said = tiny(SEQ2SEQ["t5"], num_layers=1), list[str]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert contract(model, Compiled(model, "toy", said.append)) < 10 * TOLERANCE
-        assert said == [
-            f"compiling T5ForConditionalGeneration for {what}" for what in ("batches of sources", "batches")
-        ]
-        decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
-        one = requests(model)[0]
-        assert plain(decoder, [one])[0].output == by_transformers(model, one)
-    assert said[2:] == [f"compiling {type(model).__name__} for {what}" for what in ("one source", "one text")]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(kernel_missing() is not None, reason="graphs with weights of oneDNN are not stored")
-def test_the_process_that_makes_graphs_of_sources_stores_those_of_texts_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph of the decoder depends neither on those of the encoder nor on the callback for progress."""
-    monkeypatch.setenv(kept_graphs.PLACE, str(tmp_path))
-
-    def beginnings() -> list[str]:
-        model, said = packed(tiny(SEQ2SEQ["t5"], num_layers=1)), list[str]()
-        decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", lambda line: said.append(line))))
-        plain(decoder, requests(model)[:1])
-        return [line.partition(" T5")[0].partition(" of")[0] for line in said]
-
-    assert beginnings() == ["compiling"] * 2
-    assert beginnings() == ["loading the graph"] * 2
-
-
-def _broken(*_: Any) -> Any:
-    raise RuntimeError("no compiler here")
-
-
-@pytest.mark.parametrize(
-    ("compiler", "why"),
-    [
-        (lambda read, **_: _broken, "no compiler here"),
-        (lambda read, **_: lambda *args: [(keys * 1.5, values) for keys, values in read(*args)], "keys and values"),
-    ],
-)
-def test_sources_that_no_graph_reads_are_read_eagerly_after_one_warning(
-    compiler: Any, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", compiler)
-    said = list[str]()
-    decoder = seq2seq.SourceDecoder(tiny(SEQ2SEQ["t5"]))
-    reader = CompiledReader(decoder.states, "toy", torch.float32, said.append)
-    ids = torch.arange(2, 12).view(2, 5)
-    with torch.inference_mode():
-        reader(ids[:, :1], torch.ones_like(ids[:, :1]))  # a single token needs no graph
-        assert said == []
-        with pytest.warns(RuntimeWarning, match=f"toy reads sources eagerly, it cannot be compiled: .*{why}") as caught:
-            found = [reader(ids, torch.ones_like(ids)) for _ in range(2)]
-        assert len(caught) == len(said) == 1
-        for left, right in zip(found, [decoder.states(ids, torch.ones_like(ids))] * 2, strict=True):
-            torch.testing.assert_close(left, right)
-
-
-@pytest.mark.parametrize(
-    "family", ["bart", *(pytest.param(each, marks=pytest.mark.slow) for each in ("umt5", "m2m_100", "whisper"))]
-)
-def test_every_decoder_can_be_traced_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph alone, without the compiler behind it."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, options, **rest: compiler(*args, **rest | {"backend": "eager"}))
-    model, said = tiny(SEQ2SEQ[family]), list[str]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert contract(model, Compiled(model, "toy", said.append)) < TOLERANCE
-    assert len(said) == (1 if family == "whisper" else 2)  # audio is read eagerly
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [SEQ2SEQ["t5"], SEQ2SEQ["bart"], FAMILIES["llama"]], ids=["t5", "bart", "llama"])
-def test_batches_that_begin_with_one_token_need_one_graph(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one for every length, until torch makes no more of them and all runs eagerly."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, options, **rest: compiler(*args, **rest | {"backend": "eager"}))
-    model, said = tiny(family), list[str]()
-    decoder = Decoder(CausalScorer(model, execution=Compiled(model, "toy", said.append)))
-    asked = [Request((START,), GREEDY, 14, source=source(decoder.target, name, 5)) for name in range(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        outputs = [row.output for some in (asked[:1], asked) for row in plain(decoder, some)][1:]
-    assert outputs == [row.output for row in plain(Decoder(CausalScorer(model)), asked)]
-    assert said[-1].endswith("batches, a token each") and len(set(said)) == len(said)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
-@pytest.mark.parametrize(("family", "kept"), [("bart", {"lm_head"}), ("t5", set())])
-def test_a_head_with_a_bias_behind_it_is_left_to_the_compiler(
-    family: str, kept: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inductor fails on weights that oneDNN packed and to which something is added."""
-    for room in (loading, packing):
-        monkeypatch.setattr(room, "kernel_missing", lambda: "for this test")
+@pytest.mark.parametrize("family", ["t5", "bart", "umt5", "m2m_100", "whisper"])
+def test_programs_obey_the_contract(family: str) -> None:
     model = tiny(SEQ2SEQ[family])
-    scorer = load_scorer(model, mode=Mode(compiled=True))
-    assert {name for name, part in scorer.model.named_modules() if type(part) is torch.nn.Linear} == kept
-    everything = load_scorer(model, mode=Mode(packed=True)).model
-    assert not any(type(part) is torch.nn.Linear for part in everything.modules())
-
-
-def test_sources_of_one_token_can_be_compiled() -> None:
-    """A graph would take the number one for a constant, so that two slots are looked at."""
-    sources = seq2seq.Sources(seq2seq.SourceDecoder(tiny(SEQ2SEQ["t5"])))
-    sources.add(1, [(5,)])
-    cross = sources.cross(slice(0, 1), None)
-    assert cross.mask.shape[-1] == cross.seen[0][0].shape[2] == 2
-    assert cross.mask[0, 0, 0].isfinite().all() and (cross.mask[0, 0, 0] < 0).tolist() == [False, True]
+    native = Native(model, "toy")
+    assert contract(model, native) < 10 * TOLERANCE
+    assert native.fault is None
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

@@ -482,4 +482,4 @@ def test_the_dashboard_asks_for_series_that_are_there(server: ServerProcess) -> 
 
 
 SERIES = re.compile(r"slipstream:\w+")
-ORIGINS = ("compiled", "loaded", "captured")
+ORIGINS = ("compiled", "captured")

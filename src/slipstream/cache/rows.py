@@ -163,7 +163,6 @@ class RowCache:
         return [store for layer, store in self._views_of(rows).items() if layer < INDEXER]
 
     def _views_of(self, rows: slice) -> dict[int, Store]:
-        """Return views of these rows in all stores, in the order of their numbers."""
         if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
             parts = {layer: each_tensor(self._layers[layer], lambda each: each[rows]) for layer in sorted(self._layers)}
             self._views = rows, parts

@@ -90,7 +90,6 @@ def each_tensor(store: Store, function: Callable[[Tensor], Tensor]) -> Store:
 
 
 def _put(stored: Store, slots: Slots, new: Store) -> None:
-    """Copy new tokens, in the format of a store, to their slots."""
     if isinstance(slots, Tensor):
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         for tensor, part in zip(stored, new, strict=True):

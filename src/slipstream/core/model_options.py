@@ -80,7 +80,7 @@ class ModelOptions:
         "TASK",
     )
     compile: bool = model_option(
-        *(False, "compile", "Make graphs of the models' passes first: about a minute, then faster.", "", bool),
+        *(False, "compile", "Capture passes as graphs first (GPU); pack a loaded model (CPU).", "", bool),
         changes=False,
     )
     batch_size: int = model_option(

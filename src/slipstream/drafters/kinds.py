@@ -204,8 +204,9 @@ def quantized(
 
 
 def _graphed(context: BuildContext, scorer: AScorer) -> AScorer:
-    """Return a Scorer on the target's rows or states, with compiled graphs of its chains if the models are compiled."""
-    if context.mode.compiled and context.mode.ahead is not None and isinstance(scorer, DraftsInGraphs):
+    """Return a Scorer on the target's rows or states, with programs or graphs of its steps if the target has such."""
+    runs_fast = getattr(context.target, "execution", None) is not None
+    if runs_fast and context.mode.ahead is not None and isinstance(scorer, DraftsInGraphs):
         scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
     return scorer
 

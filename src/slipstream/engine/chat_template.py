@@ -122,7 +122,6 @@ class ChatTemplate:
 
     @cached_property
     def _developers(self) -> bool:
-        """Whether it knows the role, and writes a message of it."""
         chat = [self._message("developer"), self._message("user")]
         return "developer" in self.source and self._rendered(chat) not in (None, self._rendered(chat[1:]))
 

@@ -63,9 +63,9 @@ def load(
     A multimodal model also reads images or sounds if its processor is stored with it, or is given as `processor`; its
     draft reads the text without them.
 
-    `compile` compiles the models' passes into graphs before `load` returns (minutes; `progress` is called with a line
-    for each); a model that cannot be compiled runs eagerly, with one warning. Graphs for batches and for sampling are
-    compiled when they are first needed, or by `Engine.warm_up`.
+    `compile` captures the models' passes as graphs on a GPU before `load` returns (`progress` is called with a line for
+    each); a model that cannot be captured runs eagerly, with one warning. On a CPU it packs the weights of models that
+    are passed in, as those of models that are loaded by name always are, so that they run by programs.
 
     `quantize` ("int8", "int4", "int4?group=128&rounding=gptq") quantizes the target's weights: the quantized model then
     is the target, and texts follow its law (CPUs only). To keep the law of the unquantized weights, quantize the draft

@@ -1,4 +1,4 @@
-"""Choosing how passes and drafts run on a device: eagerly, compiled by inductor, or captured as CUDA graphs."""
+"""Choosing how passes and drafts run on a device: eagerly, as programs, or captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from transformers import PreTrainedModel
 
 from slipstream.execution.cuda_graphs import Captured, CapturedDrafts
 from slipstream.execution.draft_graphs import FED, DraftGraphs, Network
-from slipstream.execution.inductor import Compiled
+from slipstream.execution.native import Native
 from slipstream.execution.passes import Execution, Mode
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import is_packed
 from slipstream.kernels.placement import why_in_parts
+
+CAPTURED = frozenset({"cuda"})
+"""The types of devices on which work is captured as CUDA graphs."""
 
 
 def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None:
-    """Return what makes passes of few tokens faster in a mode, or None for eager passes.
+    """Return what makes passes of few tokens faster, or None for eager passes.
 
-    Warns if the mode is compiled, but the model's device or placement allows only eager passes.
+    On CPUs packed models run as programs. Warns if the mode is compiled, but the model's device or placement allows
+    only eager passes.
     """
-    if not mode.compiled:
-        return None
-    if why := why_in_parts(model):
+    why = why_in_parts(model)
+    if why is None and captures(model.device):
+        return Captured(model, name, mode.progress) if mode.compiled else None
+    if why is None and model.device.type == "cpu":
+        return Native(model, name) if kernel_missing() is None and is_packed(model) else None
+    if mode.compiled:
+        why = why or f"passes on {model.device} are not compiled"
         warnings.warn(f"{name} runs eagerly: {why}.", RuntimeWarning, stacklevel=3)
-        return None
-    if model.device.type in KINDS:
-        return KINDS[model.device.type](model, name, mode.progress)
-    warnings.warn(f"{name} runs eagerly: passes on {model.device} are not compiled.", RuntimeWarning, stacklevel=3)
     return None
-
-
-KINDS: dict[str, type[Compiled] | type[Captured]] = {"cpu": Compiled, "cuda": Captured}
-"""The classes that compile passes, by the type of the device."""
 
 
 def captures(device: torch.device) -> bool:
     """Whether work on a device is captured as CUDA graphs."""
-    return KINDS.get(device.type) is Captured
+    return device.type in CAPTURED
 
 
 def draft_graphs(
@@ -49,5 +51,6 @@ def draft_graphs(
     progress: Callable[[str], object] | None = None,
 ) -> DraftGraphs:
     """Return the graphs by which a network on a device drafts; see `DraftGraphs`."""
-    kind = CapturedDrafts if device.type == "cuda" else DraftGraphs
-    return kind(network, name, tuple(sizes), most_fed, progress)
+    if captures(device):
+        return CapturedDrafts(network, name, tuple(sizes), most_fed, progress)
+    return DraftGraphs(network, name, (), most_fed, progress)  # a program of one step is entered fast enough

@@ -35,6 +35,7 @@ from slipstream.execution.passes import (
     Pass,
     PassResult,
     Places,
+    Watching,
     compare,
     forward_showing,
 )
@@ -71,17 +72,15 @@ class Captured:
     _fused: dict[Hashable, Fused] = field(default_factory=dict)
     _failed: bool = False
 
-    def width(self, rows: int, count: int) -> int:
-        """Return `count`: no padding is needed."""
-        return count
-
     def of(self, model: PreTrainedModel, name: str) -> Captured:
         """See `Execution`."""
         return Captured(model, name, self.progress)
 
-    def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
-        """See `Execution`."""
-        if self._failed or not stores or work.tokens.shape[1] > MOST_WIDTH:
+    def run(
+        self, work: Pass, stores: Stores, places: Places = (), watching: Watching | None = None, logits: bool = True
+    ) -> PassResult | None:
+        """See `Execution`; prefills run eagerly."""
+        if self._failed or not logits or not stores or work.tokens.shape[1] > MOST_WIDTH:
             return None
         work = _widened(work, _rounded(work.end, stores))
         inputs, cross = _inputs(work), work.cross and work.cross.stores
@@ -115,7 +114,6 @@ class Captured:
         return graph
 
     def _fused_pass(self, work: Pass, places: Places) -> Fused:
-        """Return the fused passes of this kind."""
         constant = constant_sizes(work)
         if (constant, places) not in self._fused:
             rows, new = work.tokens.shape
@@ -160,7 +158,6 @@ def _widened(work: Pass, end: int) -> Pass:
 
 
 def _widened_source(cross: Cross) -> Cross:
-    """Return what cross-attention reads, with a mask over a rounded number of slots."""
     return replace(cross, mask=_hiding(cross.mask, _rounded(cross.mask.shape[-1], cross.stores)))
 
 
@@ -181,6 +178,7 @@ class CapturedDrafts(DraftGraphs):
     """
 
     least = BUCKET
+    single_apart = True
     _captured: Graphs = field(default_factory=Graphs)
     _unread: Tensor | None = None  # the greatest logits of the last draft
 
@@ -205,7 +203,6 @@ class CapturedDrafts(DraftGraphs):
         return super().run(wish, room)
 
     def _finite(self, best: Tensor) -> bool:
-        """Keep the greatest logits of this draft for the next one, and return True."""
         self._unread = best
         return True
 
@@ -225,7 +222,6 @@ class CapturedDrafts(DraftGraphs):
         return drawn, best, laws, others[0] if others else None
 
     def _capture(self, key: Hashable, kind: GraphKind, inputs: Inputs) -> Graph:
-        """Capture chains of this kind."""
         if self.progress:
             self.progress(f"capturing {self.name} for {describe(kind)} and {len(inputs[4])} slots")
         stores, parts = inputs[5:7]

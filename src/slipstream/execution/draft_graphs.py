@@ -1,8 +1,8 @@
 """Drafting in graphs: passes of a draft, their laws and their draws, with no Python between them.
 
-A pass of a small draft costs less than the work around it: masks, positions, laws, draws, and entering the graph. Here
-all of that is inside the graph: a whole chain for a single text if its length is known before, otherwise one step per
-graph. Graphs serve laws that are made by a temperature alone; others are drafted token by token without graphs.
+A pass of a small draft costs less than the work around it: masks, positions, laws and draws. Here all of that is inside
+a program of one step, or a graph of a whole chain on a GPU. They serve laws that are made by a temperature alone; other
+drafts go token by token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 from slipstream.cache.stores import Stores
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
-from slipstream.execution.graphs import LEAST, Frozen, equate, graph_progress, vary, warn
+from slipstream.execution.graphs import equate, warn
 from slipstream.execution.masks import PassMasks, Sight
 from slipstream.execution.passes import Cross, Parts, Pass, forward, sizes_of_stores
+from slipstream.execution.programs import Program, recorded
 from slipstream.kernels.laws import greatest
 
 FED = 2  # the most tokens that a draft's cache lacks when a round begins
@@ -162,11 +163,10 @@ class GraphKind(NamedTuple):
 
 @dataclass
 class DraftGraphs:
-    """Graphs that draft chains of one of the `sizes` for a single text, and graphs of one step for all other drafts.
+    """Programs of one step of a draft, or graphs on a GPU, which draft whole chains of one of the `sizes`.
 
-    A wish between two sizes is drafted by the next larger one and cut. There is one graph for greedy and one for
-    sampled tokens of each kind, made when it is first needed (it takes up to minutes; `progress` is called then). If
-    that fails, one warning says why, and all is drafted token by token.
+    There is one for greedy and one for sampled tokens of each kind, made when it is first needed. If that fails, one
+    warning says why, and all is drafted token by token.
     """
 
     network: Network
@@ -174,7 +174,8 @@ class DraftGraphs:
     sizes: tuple[int, ...]
     most_fed: int = FED  # the most tokens that a network's cache lacks when a round begins
     progress: Callable[[str], object] | None = None
-    least = LEAST
+    least = 0
+    single_apart = False  # whether single texts have graphs of their own
     _graphs: dict[GraphKind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
@@ -191,7 +192,7 @@ class DraftGraphs:
             return None
         try:
             tokens, best, laws, _ = self._drafted(wish, room, steps)
-        except Exception as error:  # of any type, from dynamo, inductor or the machine's C++ compiler
+        except Exception as error:  # of any type, from the model's own code on small tensors
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
             return None
@@ -204,7 +205,6 @@ class DraftGraphs:
         return tokens, Law(probs=laws, tokens=tokens, points=greedy) if any(greedy) else Law(probs=laws)
 
     def _finite(self, best: Tensor) -> bool:
-        """Whether all logits of a draft were finite, given the greatest of each token."""
         return math.isfinite(best.sum().item())
 
     def width(self, wish: Wish) -> int:
@@ -224,7 +224,9 @@ class DraftGraphs:
 
         def run(inputs: Inputs) -> Drafted:
             size, width = inputs[-1].shape[1], inputs[0].shape[1]
-            return self._run(GraphKind(size, width, wish.sampled, wish.vocab, len(wish.fed) == 1), inputs)
+            return self._run(
+                GraphKind(size, width, wish.sampled, wish.vocab, self.single_apart and len(wish.fed) == 1), inputs
+            )
 
         chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
         if wish.sampled:
@@ -251,11 +253,11 @@ class DraftGraphs:
     def _run(self, kind: GraphKind, inputs: Inputs) -> Drafted:
         """Draft by the graph of this kind, which is made for inputs of these shapes if there is none yet."""
         if kind not in self._graphs:
-            vary(sizes_of_draft(inputs), kind.constant)
-            on_graph = graph_progress(self.progress, f"{self.name} for {describe(kind)}")
-            self._graphs[kind] = Frozen(traced_draft(self.network, kind), ["graph_inputs"], on_graph)
-        drafted: Drafted = self._graphs[kind](*inputs)
-        return drafted
+            step = traced_draft(self.network, kind)
+            self._graphs[kind] = Program(recorded(step, inputs, sizes_of_draft(inputs)))
+        drawn, best, *others = self._graphs[kind](inputs)
+        laws = others.pop(0) if kind.sampled else None
+        return drawn, best, laws, others[0] if others else None
 
 
 def traced_draft(network: Network, kind: GraphKind) -> Callable[..., Drafted]:
@@ -288,7 +290,6 @@ def draft(step: Step, size: int, inputs: Inputs) -> Drafted:
 
 
 def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
-    """Draft one token for each text by a network."""
     tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
     logits, states = network(tokens, states, Seat(last, start, places, stores, cross))
     logits = pad_vocabulary(logits, kind.vocab)

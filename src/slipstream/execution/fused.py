@@ -47,7 +47,7 @@ class Fused:
         """Run the compiled function, which is compiled at the first call."""
         if self._graph is None:
             GRAPHS.compiled += 1
-            self._on_graph(True)
+            self._on_graph()
             vary(sizes, self._constant)
             self._graph = torch.compile(own_code(self._function), fullgraph=True, backend=BACKEND)
         # Torch's warnings are about its own code.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -125,6 +126,10 @@ Places = tuple[int, ...]
 i-th, and -1 the output of the norm after the last layer."""
 
 
+Watching = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
+"""A function that lets the model show the states of the passes in a block, by place."""
+
+
 class Execution(Protocol):
     """A faster way to run passes of few tokens."""
 
@@ -133,14 +138,13 @@ class Execution(Protocol):
         """The number of slots that a pass reads at least, even if fewer are in use."""
         ...
 
-    def width(self, rows: int, count: int) -> int:
-        """Return how many columns a pass of `count` tokens for each of `rows` texts should have, with padding."""
-        ...
-
-    def run(self, work: Pass, stores: Stores, places: Places = ()) -> PassResult | None:
+    def run(
+        self, work: Pass, stores: Stores, places: Places = (), watching: Watching | None = None, logits: bool = True
+    ) -> PassResult | None:
         """Run a pass, and write new keys and values to the stores -> logits, and hidden states at some places.
 
-        None if this pass has to run eagerly.
+        `watching` shows them, if there are any. Without `logits`, the pass only fills the cache. None if this pass has
+        to run eagerly.
         """
         ...
 

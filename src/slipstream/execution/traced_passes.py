@@ -13,12 +13,9 @@ from slipstream.execution.graphs import equate
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross, Parts, Pass, Places, forward_showing, sizes_of_stores
 
-INPUTS = ("tokens", "positions", "slots", "masks", "stores", "cross")
-"""The names of the inputs of a traced pass."""
-
 
 def tensors_of_pass(work: Pass, stores: Stores) -> tuple[Any, ...]:
-    """Return the inputs of a traced pass, in the order of `INPUTS`."""
+    """Return the inputs of a traced pass, in their order."""
     cross = (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
     return work.tokens, work.positions, work.slots, work.masks, stores, cross
 
@@ -51,6 +48,6 @@ def sizes_of_pass(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, st
         *((tensor, {0: "rows", 1: "new"}) for tensor in (work.tokens, work.positions, work.slots)),
         *((mask, {0: "rows", 2: "new", 3: "end"}) for mask in work.masks.values()),
         *sizes_of_stores(stores, "slots"),
-        *sizes_of_stores(work.cross.stores if work.cross else [], "source slots"),
         *cross,
+        *sizes_of_stores(work.cross.stores if work.cross else [], "source slots"),
     ]

@@ -36,7 +36,6 @@ def attend_by_kernel(model: PreTrainedModel) -> None:
 
 
 def _asks_for_torch(model: PreTrainedModel) -> bool:
-    """Whether the code of some layer tests whether torch's attention is in use."""
     modules = {inspect.getmodule(type(part)) for part in model.modules()}
     return any(ASKS.search(_source(module)) for module in modules if module is not None)
 
@@ -82,7 +81,6 @@ def attend(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel supports these dtypes and shapes."""
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1]
     return same and query.dtype in STEP and query.device.type == "cpu"
 

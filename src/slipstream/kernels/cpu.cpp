@@ -69,24 +69,25 @@ template <class Type>
 struct Layer {
   const typename Type::Item* weight;
   const typename Type::Item* bias;  // (features) or null
-  int64_t features, place;          // `place`: where its features begin in the outputs
+  int64_t features;
+  typename Type::Item* outputs;  // of the first row; of the next ones `apart` items behind
+  int64_t apart;
 };
 
 // What a product reads and writes. `steps` are pairs (or single ones) of inputs.
 template <class Type>
 struct Product {
   const typename Factor<Type>::Item* inputs;  // (rows, steps * STEP), rows `apart` items from each other
-  typename Type::Item* outputs;                 // (rows, features)
-  int64_t rows, steps, features, apart;
+  int64_t rows, steps, apart;
   std::vector<Layer<Type>> layers;
 };
 
 // Writes a row's features of a panel.
 template <class Type>
-void write(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t row, const void* sums) {
+void write(const Layer<Type>& layer, int64_t panel, int64_t row, const void* sums) {
   const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, layer.features - first);
   write_panel<Type>(static_cast<const float*>(sums), layer.bias ? layer.bias + first : nullptr,
-                    work.outputs + row * work.features + layer.place + first, count);
+                    layer.outputs + row * layer.apart + first, count);
 }
 
 // Adds the products of `steps` steps to sums (ROWS, PANEL) of some vectors of a panel. Every step asks for `pace` bytes, at
@@ -146,7 +147,7 @@ void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel) {
     float sums[ROOM][PANEL];
     std::fill_n(sums[0], rows * PANEL, 0.0f);
     add_panel(work, layer.weight + panel * work.steps * PANEL * Type::STEP, row, rows, sums);
-    for (int64_t r = 0; r < rows; ++r) write(work, layer, panel, row + r, sums[r]);
+    for (int64_t r = 0; r < rows; ++r) write(layer, panel, row + r, sums[r]);
   }
 }
 
@@ -183,7 +184,7 @@ class Tiles<BFloat16> {
         multiply<true>(work, layer, panel, row, sums);
       else
         multiply<false>(work, layer, panel, row, sums);
-      for (int64_t r = 0; r < rows; ++r) write(work, layer, panel, row + r, sums[r]);
+      for (int64_t r = 0; r < rows; ++r) write(layer, panel, row + r, sums[r]);
     }
   }
 
@@ -264,16 +265,14 @@ void multiply(const Product<Type>& work) {
 }
 
 template <class Type>
-void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::span<const slipstream::PanelLayer> layers,
-         typename Type::Item* outputs) {
+void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::span<const slipstream::PanelLayer> layers) {
   using Item = typename Type::Item;
   using Input = typename Factor<Type>::Item;
   constexpr bool SAME = std::is_same_v<Item, Input>;
-  Product<Type> work{nullptr, outputs, rows, width / Type::STEP, 0, width, {}};
-  for (const auto& [weight, bias, features] : layers) {
-    work.layers.push_back({static_cast<const Item*>(weight), static_cast<const Item*>(bias), features, work.features});
-    work.features += features;
-  }
+  Product<Type> work{nullptr, rows, width / Type::STEP, width, {}};
+  for (const auto& [weight, bias, features, outputs, apart] : layers)
+    work.layers.push_back({static_cast<const Item*>(weight), static_cast<const Item*>(bias), features,
+                           static_cast<Item*>(outputs), apart});
   const bool colliding = rows > FEW && width && width * sizeof(Input) % COLLIDING == 0;
   if constexpr (SAME) work.inputs = inputs;
   std::unique_ptr<Input[]> copy;
@@ -293,10 +292,9 @@ void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::sp
 }  // namespace
 
 void slipstream::multiply(Number number, const void* inputs, int64_t rows, int64_t width,
-                          std::span<const PanelLayer> layers, void* outputs) {
+                          std::span<const PanelLayer> layers) {
   with_type(number, [&](auto type) {
-    using Item = typename decltype(type)::Item;
-    run<decltype(type)>(static_cast<const Item*>(inputs), rows, width, layers, static_cast<Item*>(outputs));
+    run<decltype(type)>(static_cast<const typename decltype(type)::Item*>(inputs), rows, width, layers);
   });
 }
 
@@ -304,15 +302,10 @@ void slipstream::multiply(Number number, const void* inputs, int64_t rows, int64
 
 namespace {
 
-// A layer's tensors as the caller has them.
-struct Given {
-  Tensor weight;
-  std::optional<Tensor> bias;
-  int64_t features;
-};
-
-void check(const Tensor& inputs, const Given& layer, int64_t step) {
-  const auto& [weight, bias, features] = layer;
+// Inputs (..., width) -> (..., features).
+Tensor linear(Tensor inputs, Tensor weight, std::optional<Tensor> bias, int64_t features) {
+  const slipstream::Number number = number_of(inputs, "linear");
+  const int64_t step = number == slipstream::Number::FLOAT32 ? Float32::STEP : BFloat16::STEP;
   const int64_t width = inputs.size(inputs.dim() - 1);
   STD_TORCH_CHECK(inputs.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == inputs.scalar_type()),
                   "slipstream::linear: tensors must have one type");
@@ -324,48 +317,21 @@ void check(const Tensor& inputs, const Given& layer, int64_t step) {
                   weight.size(1) * step);
   STD_TORCH_CHECK(inputs.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()),
                   "slipstream::linear: tensors must be contiguous");
-}
-
-// (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's.
-Tensor product(const Tensor& inputs, const std::vector<Given>& given) {
-  const slipstream::Number number = number_of(inputs, "linear");
-  const int64_t width = inputs.size(inputs.dim() - 1);
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
-  std::vector<slipstream::PanelLayer> layers;
-  shape.back() = 0;
-  for (const Given& layer : given) {
-    check(inputs, layer, number == slipstream::Number::FLOAT32 ? Float32::STEP : BFloat16::STEP);
-    layers.push_back({layer.weight.data_ptr(), layer.bias ? layer.bias->data_ptr() : nullptr, layer.features});
-    shape.back() += layer.features;
-  }
+  shape.back() = features;
   Tensor outputs = torch::stable::new_empty(inputs, shape);
-  slipstream::multiply(number, inputs.data_ptr(), inputs.numel() / std::max<int64_t>(1, width), width, layers,
-                       outputs.data_ptr());
+  const slipstream::PanelLayer layer{weight.data_ptr(), bias ? bias->data_ptr() : nullptr, features, outputs.data_ptr(),
+                                     features};
+  slipstream::multiply(number, inputs.data_ptr(), inputs.numel() / std::max<int64_t>(1, width), width, {&layer, 1});
   return outputs;
-}
-
-Tensor linear(Tensor inputs, Tensor weight, std::optional<Tensor> bias, int64_t features) {
-  return product(inputs, {{weight, bias, features}});
-}
-
-// Two or three layers. (Not a list of them, for which torch's generated code goes a slower way.)
-Tensor linears(Tensor inputs, Tensor first, std::optional<Tensor> first_bias, int64_t first_features, Tensor second,
-               std::optional<Tensor> second_bias, int64_t second_features, std::optional<Tensor> third,
-               std::optional<Tensor> third_bias, int64_t third_features) {
-  std::vector<Given> layers = {{first, first_bias, first_features}, {second, second_bias, second_features}};
-  if (third) layers.push_back({*third, third_bias, third_features});
-  return product(inputs, layers);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(slipstream, m) {
   m.def("linear(Tensor inputs, Tensor weight, Tensor? bias, int features) -> Tensor");
-  m.def("linears(Tensor inputs, Tensor first, Tensor? first_bias, int first_features, Tensor second, "
-        "Tensor? second_bias, int second_features, Tensor? third, Tensor? third_bias, int third_features) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
-  m.impl("linears", TORCH_BOX(&linears));
 }

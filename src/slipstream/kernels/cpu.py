@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +29,6 @@ def kernel_missing() -> str | None:
     level = library.level()
     try:
         library.load(level)
-        torch.library.register_fake("slipstream::linear", _linear_shape, allow_override=True)
-        torch.library.register_fake("slipstream::linears", _linears_shape, allow_override=True)
-        torch.library.register_fake("slipstream::attend", _attention_shape, allow_override=True)
-        torch.library.register_fake("slipstream::quantized_linear", _quantized_shape, allow_override=True)
-        torch.library.register_fake("slipstream::dequantized_linear", _quantized_shape, allow_override=True)
-        torch.library.register_fake("slipstream::quantized_rows", _rows_shape, allow_override=True)
-        torch.library.register_fake("slipstream::quantized_linears", _quantized_shapes, allow_override=True)
-        laws.register_shapes()
-        recurrences.register_shapes()
         _check()
     except library.CompilerMissingError as error:
         return str(error)
@@ -86,39 +76,6 @@ def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor
     added = added if added is None or added.stride(-1) == 1 else added.contiguous()
     outputs: Tensor = torch.ops.slipstream.attend(*inputs, added, scale)
     return outputs
-
-
-def _linear_shape(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], features))
-
-
-def _linears_shape(inputs: Tensor, *layers: Any) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], sum(layers[2::3])))
-
-
-def _quantized_shape(
-    inputs: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    steps: Tensor | None,
-    bias: Tensor | None,
-    *sizes: int,
-) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], sizes[0]))
-
-
-def _rows_shape(features: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> Tensor:
-    return scales.new_empty((features.shape[0], others[-1]), dtype=torch.float32)  # a length may be a symbol
-
-
-def _quantized_shapes(inputs: Tensor, *layers: Any) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], sum(layers[5:-1:6])))
-
-
-def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    rows, heads, count, width = queries.shape
-    return queries.new_empty((rows, count, heads, width))
 
 
 def _reason(error: Exception) -> str:

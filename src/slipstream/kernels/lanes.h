@@ -106,6 +106,30 @@ inline void fuse(Lanes& sum, const Lanes& one, float other) {
 #endif
 }
 
+// e to the power of `all` by a polynomial, divided by two to the power of `count`: so many ln 2 are taken off first.
+inline Lanes without_twos(const Lanes& all, const Lanes& count) {
+  const Lanes rest = fused(count, 2.12194440e-4f, fused(count, -0.693359375f, all));
+  Lanes found = Lanes{} + 1.9875691500e-4f;
+  for (float each : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+    found = fused(found, rest, Lanes{} + each);
+  return found;
+}
+
+// e to the power of numbers that are not above 0.
+inline Lanes exponential(Lanes power) {
+#if defined(__AVX512F__)
+  const __m512 all = _mm512_max_ps(_mm512_set1_ps(-104), (__m512)power);  // what is not a number stays so
+  const __m512 count = _mm512_roundscale_ps(_mm512_mul_ps(all, _mm512_set1_ps(1.44269504f)), 0);
+  return (Lanes)_mm512_scalef_ps((__m512)without_twos((Lanes)all, (Lanes)count), count);
+#else
+  const Whole nothing = power < -87;
+  power = nothing ? Lanes{} : power;
+  const Whole twos = __builtin_convertvector(power * 1.44269504f - 0.5f, Whole);
+  const Lanes found = without_twos(power, __builtin_convertvector(twos, Lanes));
+  return nothing ? Lanes{} : found * (Lanes)((twos + 127) << 23);
+#endif
+}
+
 struct Float32 {
   using Item = float;
   static constexpr int STEP = 1;

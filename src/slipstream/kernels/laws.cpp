@@ -232,14 +232,20 @@ void find_greatest(const typename Type::Item* logits, int64_t vocabulary, float&
   while (!found(index)) ++index;
 }
 
-template <class Type>
-void greatest_of(const Tensor& logits, const Tensor& values, const Tensor& indices) {
-  const Laws<Type> all(logits);
-  for_positions(all.rows, all.positions, all.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
-    find_greatest<Type>(all.at(row, position), all.vocabulary, static_cast<float*>(values.data_ptr())[i],
-                        static_cast<int64_t*>(indices.data_ptr())[i]);
+}  // namespace
+
+void slipstream::greatest(Number number, const Logits& logits, float* values, int64_t* indices) {
+  with_type(number, [&](auto type) {
+    using Type = decltype(type);
+    const auto* data = static_cast<const typename Type::Item*>(logits.data);
+    for_positions(logits.rows, logits.positions, logits.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
+      find_greatest<Type>(data + row * logits.row_stride + position * logits.stride, logits.vocabulary, values[i],
+                          indices[i]);
+    });
   });
 }
+
+namespace {
 
 // Logits (rows, positions, vocabulary) -> the greatest of each position in float32, and its index.
 std::tuple<Tensor, Tensor> greatest(Tensor logits) {
@@ -248,12 +254,10 @@ std::tuple<Tensor, Tensor> greatest(Tensor logits) {
   const std::vector<int64_t> shape = {logits.size(0), logits.size(1)};
   Tensor values = torch::stable::new_empty(logits, shape, ScalarType::Float);
   Tensor indices = torch::stable::new_empty(logits, shape, ScalarType::Long);
-  if (logits.scalar_type() == ScalarType::BFloat16)
-    greatest_of<BFloat16>(logits, values, indices);
-  else if (logits.scalar_type() == ScalarType::Float)
-    greatest_of<Float32>(logits, values, indices);
-  else
-    STD_TORCH_CHECK(false, "slipstream::greatest: float32 or bfloat16");
+  const slipstream::Number number = number_of(logits, "greatest");
+  slipstream::greatest(number,
+                       {logits.data_ptr(), logits.size(0), logits.size(1), logits.size(2), logits.stride(0), logits.stride(1)},
+                       static_cast<float*>(values.data_ptr()), static_cast<int64_t*>(indices.data_ptr()));
   return {values, indices};
 }
 
@@ -298,14 +302,21 @@ int64_t find_inverse(const Item* weights, int64_t vocabulary, double chance) {
 }
 
 template <class Item>
-void inverse_of(const Tensor& weights, const Tensor& chances, const Tensor& found) {
-  const int64_t vocabulary = weights.size(1);
-  for_positions(weights.size(0), 1, vocabulary, [&](int64_t i, int64_t row, int64_t) {
-    static_cast<int64_t*>(found.data_ptr())[i] =
-        find_inverse(static_cast<const Item*>(weights.data_ptr()) + row * weights.stride(0), vocabulary,
-                     static_cast<const double*>(chances.data_ptr())[i]);
+void inverse_of(const Item* weights, int64_t rows, int64_t vocabulary, int64_t apart, const double* chances,
+                int64_t* found) {
+  for_positions(rows, 1, vocabulary, [&](int64_t i, int64_t row, int64_t) {
+    found[i] = find_inverse(weights + row * apart, vocabulary, chances[i]);
   });
 }
+
+}  // namespace
+
+void slipstream::inverse(const float* weights, int64_t rows, int64_t vocabulary, int64_t apart, const double* chances,
+                         int64_t* found) {
+  inverse_of(weights, rows, vocabulary, apart, chances, found);
+}
+
+namespace {
 
 // Weights (rows, vocabulary) and chances (rows) in [0, 1) -> for each row the first index at which its summed weights exceed
 // that part of their total.
@@ -315,10 +326,14 @@ Tensor inverse(Tensor weights, Tensor chances) {
                       chances.numel() == weights.size(0),
                   "slipstream::inverse: weights are (rows, vocabulary), with a chance in float64 for each row");
   Tensor found = torch::stable::new_empty(chances, std::vector<int64_t>{weights.size(0)}, ScalarType::Long);
+  const auto run = [&](auto item) {
+    inverse_of(static_cast<const decltype(item)*>(weights.data_ptr()), weights.size(0), weights.size(1), weights.stride(0),
+               static_cast<const double*>(chances.data_ptr()), static_cast<int64_t*>(found.data_ptr()));
+  };
   if (weights.scalar_type() == ScalarType::Double)
-    inverse_of<double>(weights, chances, found);
+    run(double());
   else if (weights.scalar_type() == ScalarType::Float)
-    inverse_of<float>(weights, chances, found);
+    run(float());
   else
     STD_TORCH_CHECK(false, "slipstream::inverse: float32 or float64");
   return found;

@@ -6,8 +6,6 @@ The kernel serves float32 on CPUs once it is loaded, as it is for packed weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -61,29 +59,6 @@ def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
         values_and_indices: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
         return values_and_indices
     return wide(logits).max(-1)
-
-
-# ---- registration and the check of the kernels ----------------------------------------------------------------------
-
-
-def register_shapes() -> None:
-    """Register the shapes of the kernels' results with torch, for graphs."""
-    shapes: dict[str, Callable[..., object]] = {
-        "overlap": lambda p, q: q.new_empty(q.shape[:2]),
-        "following": lambda p, *_: p.new_empty((p.shape[0], 1, p.shape[2])),
-        "greatest": lambda logits: (
-            logits.new_empty(logits.shape[:2], dtype=torch.float32),
-            logits.new_empty(logits.shape[:2], dtype=torch.long),
-        ),
-        "block_tests": lambda p, q, tokens, lengths: (
-            q.new_empty((q.shape[0], q.shape[1] + 1), dtype=torch.float64),
-            q.new_empty((*q.shape[:2], 2), dtype=torch.float64),
-            q.new_empty(q.shape[:2]),
-        ),
-        "inverse": lambda weights, chances: weights.new_empty(weights.shape[:1], dtype=torch.long),
-    }
-    for name, shape in shapes.items():
-        torch.library.register_fake(f"slipstream::{name}", shape, allow_override=True)
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:

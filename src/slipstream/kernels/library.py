@@ -25,7 +25,7 @@ import torch
 HERE = Path(__file__).parent
 CARRIED = HERE / "carried"
 HEADERS = tuple(HERE / f"{name}.h" for name in ("lanes", "parallel", "products", "weights"))
-PARTS = ("attention", "quantized", "cpu", "recurrences", "laws", "codes", "blocks")
+PARTS = ("attention", "quantized", "cpu", "recurrences", "laws", "codes", "blocks", "program")
 SOURCES = tuple(HERE / f"{name}.cpp" for name in PARTS)
 COMPILERS = ("c++", "g++", "clang++")
 STABLE_ABI = "0x020b000000000000"

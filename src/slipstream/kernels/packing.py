@@ -22,34 +22,11 @@ from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, q
 from slipstream.kernels.stored_codes import StoredLinear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-WORTHWHILE = 0.9  # share of real tokens up to which it pays to leave out the padding
 HUGE_PAGE = 1 << 21  # bytes
 
 
 ChooseCodes = Callable[[Sequence[str]], Iterable[tuple[str, Codes]]]
 """The names of layers -> each with the codes for its weight, one after another."""
-
-
-class Columns:
-    """The tokens of a pass (rows, n) that are multiplied: all, or within `only` those that are not padding.
-
-    The layers of a packed model share one.
-    """
-
-    def __init__(self) -> None:
-        self.real: Tensor | None = None  # indices of real tokens among rows * n; None: all are
-        self.shape: tuple[int, int] | None = None
-
-    @contextmanager
-    def only(self, counts: Sequence[int], width: int) -> Iterator[None]:
-        """Limit passes of shape (rows, width) in the block to `counts[r]` real tokens in row r; others get zeros."""
-        some = torch.arange(width) < torch.tensor(counts)[:, None]
-        if int(some.sum()) <= WORTHWHILE * some.numel():
-            self.real, self.shape = some.flatten().nonzero().squeeze(1), (len(counts), width)
-        try:
-            yield
-        finally:
-            self.real = self.shape = None
 
 
 class Stretch:
@@ -80,22 +57,9 @@ class Stretch:
 class PackedLinear(nn.Module):
     """A linear layer with a packed copy of the weight: six rows cost about what one does."""
 
-    def __init__(self, in_features: int, out_features: int, columns: Columns) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.columns = in_features, out_features, columns
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply inputs (..., in_features) -> (..., out_features)."""
-        real = self.columns.real
-        if real is None or inputs.shape[:-1] != self.columns.shape:
-            return self.multiply(inputs)
-        outputs = inputs.new_zeros(inputs.shape[:-1].numel(), self.out_features)
-        outputs.index_copy_(0, real, self.multiply(inputs.flatten(0, 1).index_select(0, real)))
-        return outputs.view(*inputs.shape[:-1], self.out_features)
-
-    def multiply(self, inputs: Tensor) -> Tensor:
-        """Multiply all tokens by the packed weight."""
-        raise NotImplementedError
+        self.in_features, self.out_features = in_features, out_features
 
     def plain_weight(self) -> Tensor:
         """Return the weight (features, inputs) before packing, or an approximation of it if it was quantized."""
@@ -107,13 +71,13 @@ class PanelLinear(PackedLinear):
 
     weight: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, columns: Columns, stretch: Stretch) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], columns)
+    def __init__(self, weight: Tensor, bias: Tensor | None, stretch: Stretch) -> None:
+        super().__init__(weight.shape[1], weight.shape[0])
         self.register_buffer("weight", stretch.hold(into_panels(weight)), persistent=False)
         self.bias = bias
 
-    def multiply(self, inputs: Tensor) -> Tensor:
-        """Multiply all tokens by the packed weight."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply inputs (..., in_features) by the packed weight -> (..., out_features)."""
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
 
     def plain_weight(self) -> Tensor:
@@ -126,13 +90,13 @@ class BlockedLinear(PackedLinear):
 
     weight: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, columns: Columns) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], columns)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0])
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, 8), persistent=False)
         self.bias = bias
 
-    def multiply(self, inputs: Tensor) -> Tensor:
-        """Multiply all tokens by the packed weight."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply inputs (..., in_features) by the packed weight -> (..., out_features)."""
         return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
 
     def plain_weight(self) -> Tensor:
@@ -158,7 +122,6 @@ class QuantizedLinear(PackedLinear):
         precision: Precision,
         panels: QuantizedPanels,
         layer: Any,
-        columns: Columns,
         order: Tensor | None = None,
         whole: bool = True,
     ) -> None:
@@ -168,7 +131,7 @@ class QuantizedLinear(PackedLinear):
         Without `whole`, inputs are not rounded to 8 bits.
         """
         features, inputs = _shape(layer)
-        super().__init__(inputs, features, columns)
+        super().__init__(inputs, features)
         self.precision, self.bias, self.whole = precision, layer.bias, whole
         # It is empty; some models, as T5, read the dtype of a weight to convert their inputs.
         self.register_buffer("weight", torch.empty(0, dtype=layer.weight.dtype), persistent=False)
@@ -181,8 +144,8 @@ class QuantizedLinear(PackedLinear):
         """The weight as the kernel reads it."""
         return QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
 
-    def multiply(self, inputs: Tensor) -> Tensor:
-        """Multiply all tokens by the quantized weight."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply inputs (..., in_features) by the quantized weight -> (..., out_features)."""
         inputs = inputs if self.order is None else inputs.index_select(-1, self.order)
         return quantized_linear(inputs, self.panels, self.bias, self.out_features, self.precision.bits, self.whole)
 
@@ -282,7 +245,6 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
     twin = twin_of(model)
-    columns = shared_columns(twin) or Columns()
     plain = ((name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear))
     places = [(name, layer) for name, layer in plain if keep is None or layer.weight is not keep.weight]
     stretch = None
@@ -290,7 +252,7 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
         stretch = Stretch(sum(panel_bytes(plain_weight(layer)) for _, layer in places))
         attend_by_kernel(twin)
     for name, layer in places:
-        twin.set_submodule(name, _packed(layer, columns, stretch))
+        twin.set_submodule(name, _packed(layer, stretch))
     return twin
 
 
@@ -304,9 +266,9 @@ def pack_layers(network: nn.Module) -> None:
     fit = all(layer.weight.device.type == "cpu" and layer.weight.dtype in PACKED_DTYPES for _, layer in places)
     if not fit or kernel_missing() is not None:
         return
-    columns, stretch = Columns(), Stretch(sum(panel_bytes(layer.weight) for _, layer in places))
+    stretch = Stretch(sum(panel_bytes(layer.weight) for _, layer in places))
     for name, layer in places:
-        network.set_submodule(name, _packed(layer, columns, stretch))
+        network.set_submodule(name, _packed(layer, stretch))
 
 
 @torch.no_grad()
@@ -318,13 +280,12 @@ def quantized(model: PreTrainedModel, precision: Precision, choose: ChooseCodes 
     """
     twin = twin_of(model)
     attend_by_kernel(twin)
-    columns = shared_columns(twin) or Columns()
     places = {name: layer for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL}
     stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for layer in places.values()))
     nearest = ((name, quantize(plain_weight(layer), precision)) for name, layer in places.items())
     for name, codes in choose(list(places)) if choose else nearest:
         panels = codes.into_panels().map(stretch.hold)
-        twin.set_submodule(name, QuantizedLinear(precision, panels, places[name], columns))
+        twin.set_submodule(name, QuantizedLinear(precision, panels, places[name]))
     return twin
 
 
@@ -359,7 +320,6 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and layer of all linear layers, in module order."""
     for name, layer in model.named_modules(remove_duplicate=False):
         if type(layer) in (nn.Linear, Conv1D) or isinstance(layer, PackedLinear):
             yield name, layer
@@ -374,20 +334,19 @@ def plain_weight(layer: Any) -> Tensor:
 
 
 def _shape(layer: Any) -> tuple[int, int]:
-    """Return the numbers of features and inputs of a linear layer."""
     if type(layer) is Conv1D:
         return layer.weight.shape[1], layer.weight.shape[0]
     return layer.out_features, layer.in_features
 
 
-def _packed(layer: nn.Linear | Conv1D, columns: Columns, stretch: Stretch | None) -> nn.Module:
+def _packed(layer: nn.Linear | Conv1D, stretch: Stretch | None) -> nn.Module:
     """Return the layer with its weight packed, or the layer itself if no kernel supports it."""
     weight = plain_weight(layer)
     if stretch is not None and fits_panels(weight):
-        return PanelLinear(weight, layer.bias, columns, stretch)
-    return BlockedLinear(weight.contiguous(), layer.bias, columns) if has_blocked(weight.dtype) else layer
+        return PanelLinear(weight, layer.bias, stretch)
+    return BlockedLinear(weight.contiguous(), layer.bias) if has_blocked(weight.dtype) else layer
 
 
-def shared_columns(model: nn.Module) -> Columns | None:
-    """Return the `Columns` that the packed layers of a model share; None if it has no packed layers."""
-    return next((part.columns for part in model.modules() if isinstance(part, PackedLinear)), None)
+def is_packed(model: nn.Module) -> bool:
+    """Whether a model has packed layers."""
+    return any(isinstance(part, PackedLinear) for part in model.modules())

@@ -20,11 +20,12 @@ struct PanelLayer {
   const void* weight;  // in panels
   const void* bias;    // (features) or null
   int64_t features;
+  void* outputs;  // of the first row; of the next ones `apart` items behind
+  int64_t apart;
 };
 
-// Inputs (rows, width) and layers that read them -> outputs (rows, features of all), one layer's behind the other's.
-void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const PanelLayer> layers,
-              void* outputs);
+// Inputs (rows, width) and layers that read them.
+void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const PanelLayer> layers);
 
 // ---- quantized weights (quantized.cpp; the layout is in weights.h) --------------------------------------------------
 
@@ -49,6 +50,8 @@ struct QuantizedLayer {
   Weights weights;
   const void* bias;  // (features) or null
   int64_t features;
+  void* outputs;  // as above
+  int64_t apart;
 };
 
 // Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group, (groups,
@@ -63,12 +66,11 @@ struct WholeInputs {
   void take(Number number, const void* inputs, int64_t rows, int64_t width, int64_t groups, int64_t group);
 };
 
-// Whole inputs and layers with weights of one form and as many groups -> outputs (rows, features of all).
-void multiply(const WholeInputs& inputs, std::span<const QuantizedLayer> layers, Number number, void* outputs);
+// Whole inputs and layers with weights of one form and as many groups.
+void multiply(const WholeInputs& inputs, std::span<const QuantizedLayer> layers, Number number);
 
 // The same for inputs (rows, width) as they are.
-void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const QuantizedLayer> layers,
-              void* outputs);
+void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const QuantizedLayer> layers);
 
 // The weights (count, width) of some features in float32, as embeddings are read.
 void read_rows(const Weights& weights, const int64_t* features, int64_t count, int64_t width, float* outputs);
@@ -89,5 +91,18 @@ struct Attended {
 };
 
 void attend(Number number, const Attended& work);
+
+// ---- laws (laws.cpp) ------------------------------------------------------------------------------------------------
+
+struct Logits {
+  const void* data;  // (rows, positions, vocabulary), the vocabulary in one piece
+  int64_t rows, positions, vocabulary, row_stride, stride;
+};
+
+// The greatest of the logits of each position, and the first index with it.
+void greatest(Number number, const Logits& logits, float* values, int64_t* indices);
+
+// For each row the first index at which its summed weights exceed that part of their total; rows are `apart`.
+void inverse(const float* weights, int64_t rows, int64_t vocabulary, int64_t apart, const double* chances, int64_t* found);
 
 }  // namespace slipstream

@@ -403,28 +403,21 @@ void plain_tile(const Layer& layer, const Plain& inputs, int64_t panel, int64_t 
 template <class Form>
 void multiply(const std::vector<Layer>& layers, const Plain& inputs) {
   constexpr int64_t SOME = 4;  // rows for which a weight is made once
-  const Layer& layer = layers[0];
-  slipstream::parallel_for(0, panels_of(layer.features), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      int64_t row = 0;
-      for (; row + SOME <= inputs.rows; row += SOME) plain_tile<Form, SOME>(layer, inputs, panel, row);
-      for (; row < inputs.rows; ++row) plain_tile<Form, 1>(layer, inputs, panel, row);
-    }
-  });
+  for (const Layer& layer : layers)
+    slipstream::parallel_for(0, panels_of(layer.features), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        int64_t row = 0;
+        for (; row + SOME <= inputs.rows; row += SOME) plain_tile<Form, SOME>(layer, inputs, panel, row);
+        for (; row < inputs.rows; ++row) plain_tile<Form, 1>(layer, inputs, panel, row);
+      }
+    });
 }
 
-// Products of inputs with layers that write one behind the other.
 template <class Type, class Given>
-void run(const Given& inputs, std::span<const slipstream::QuantizedLayer> layers, void* outputs) {
-  using Item = typename Type::Item;
+void run(const Given& inputs, std::span<const slipstream::QuantizedLayer> layers) {
   std::vector<Layer> found;
-  int64_t features = 0;
-  for (const auto& layer : layers) features += layer.features;
-  Item* place = static_cast<Item*>(outputs);
-  for (const auto& layer : layers) {
-    found.push_back({layer.weights, layer.bias, layer.features, place, features, std::is_same_v<Type, Float32>});
-    place += layer.features;
-  }
+  for (const auto& [weights, bias, features, outputs, apart] : layers)
+    found.push_back({weights, bias, features, outputs, apart, std::is_same_v<Type, Float32>});
   with_form(layers[0].weights, [&](auto form) { multiply<decltype(form)>(found, inputs); });
 }
 
@@ -447,17 +440,17 @@ void slipstream::WholeInputs::take(Number number, const void* inputs, int64_t ow
   });
 }
 
-void slipstream::multiply(const WholeInputs& inputs, std::span<const QuantizedLayer> layers, Number number, void* outputs) {
-  with_type(number, [&](auto type) { run<decltype(type)>(inputs, layers, outputs); });
+void slipstream::multiply(const WholeInputs& inputs, std::span<const QuantizedLayer> layers, Number number) {
+  with_type(number, [&](auto type) { run<decltype(type)>(inputs, layers); });
 }
 
 void slipstream::multiply(Number number, const void* inputs, int64_t rows, int64_t width,
-                          std::span<const QuantizedLayer> layers, void* outputs) {
+                          std::span<const QuantizedLayer> layers) {
   with_type(number, [&](auto type) {
     using Type = decltype(type);
     const Weights& first = layers[0].weights;
     const auto* given = static_cast<const typename Type::Item*>(inputs);
-    run<Type>(plain<Type>(given, rows, width, first.groups, first.group), layers, outputs);
+    run<Type>(plain<Type>(given, rows, width, first.groups, first.group), layers);
   });
 }
 
@@ -474,78 +467,43 @@ void slipstream::read_rows(const Weights& weights, const int64_t* features, int6
 
 namespace {
 
-// A layer's tensors as the caller has them.
-struct Given {
-  Packed packed;
-  std::optional<Tensor> bias;
-  int64_t features;
-};
-
-void check(const Tensor& inputs, const Given& layer, int64_t bits) {
-  const auto& [packed, bias, features] = layer;
+// Inputs (..., width) -> (..., features). `whole`: the inputs become whole numbers.
+Tensor product(const Tensor& inputs, const Packed& packed, const std::optional<Tensor>& bias, int64_t features,
+               int64_t bits, bool whole) {
+  const slipstream::Number number = number_of(inputs, "quantized_linear");
   packed.check(features, bits);
   STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->scalar_type() == inputs.scalar_type()),
                   "slipstream::quantized_linear: the bias does not fit");
-  const int64_t group = packed.group(bits), whole = group * packed.groups(), width = inputs.size(inputs.dim() - 1);
-  STD_TORCH_CHECK(whole - group < width && width <= whole, "slipstream::quantized_linear: inputs of ", width,
+  const int64_t group = packed.group(bits), most = group * packed.groups(), width = inputs.size(inputs.dim() - 1);
+  STD_TORCH_CHECK(most - group < width && width <= most, "slipstream::quantized_linear: inputs of ", width,
                   " for groups of ", group);
   for (const Tensor& tensor : {inputs, bias ? *bias : inputs})
     STD_TORCH_CHECK(tensor.is_contiguous(), "slipstream::quantized_linear: tensors must be contiguous");
-}
-
-// (..., inputs) and layers that read them -> (..., features of all), one layer's behind the other's. `whole`: the inputs
-// become whole numbers.
-Tensor product(const Tensor& inputs, const std::vector<Given>& given, int64_t bits, bool whole) {
-  const slipstream::Number number = number_of(inputs, "quantized_linear");
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
-  std::vector<slipstream::QuantizedLayer> layers;
-  shape.back() = 0;
-  for (const Given& layer : given) {
-    check(inputs, layer, bits);
-    layers.push_back({layer.packed.weights(bits), layer.bias ? layer.bias->data_ptr() : nullptr, layer.features});
-    const Weights &own = layers.back().weights, &first = layers[0].weights;
-    STD_TORCH_CHECK(own.groups == first.groups && own.group == first.group && own.zero == first.zero &&
-                        own.scale == first.scale,
-                    "slipstream::quantized_linears: layers with different groups, scales or zeros");
-    shape.back() += layer.features;
-  }
+  shape.back() = features;
   Tensor outputs = torch::stable::new_empty(inputs, shape);
-  const int64_t width = inputs.size(inputs.dim() - 1), rows = inputs.numel() / std::max<int64_t>(1, width);
-  if (!whole) {
-    slipstream::multiply(number, inputs.data_ptr(), rows, width, layers, outputs.data_ptr());
-    return outputs;
+  const slipstream::QuantizedLayer layer{packed.weights(bits), bias ? bias->data_ptr() : nullptr, features,
+                                         outputs.data_ptr(), features};
+  const int64_t rows = inputs.numel() / std::max<int64_t>(1, width);
+  if (whole) {
+    Inputs rounded;
+    rounded.take(number, inputs.data_ptr(), rows, width, packed.groups(), group);
+    slipstream::multiply(rounded, {&layer, 1}, number);
+  } else {
+    slipstream::multiply(number, inputs.data_ptr(), rows, width, {&layer, 1});
   }
-  Inputs rounded;
-  rounded.take(number, inputs.data_ptr(), rows, width, layers[0].weights.groups, layers[0].weights.group);
-  slipstream::multiply(rounded, layers, number, outputs.data_ptr());
   return outputs;
 }
 
 Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
                         std::optional<Tensor> steps, std::optional<Tensor> bias, int64_t features, int64_t bits) {
-  return product(inputs, {{{codes, scales, zeros, steps}, bias, features}}, bits, true);
+  return product(inputs, {codes, scales, zeros, steps}, bias, features, bits, true);
 }
 
 // The same with inputs that stay as they are.
 Tensor dequantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
                           std::optional<Tensor> steps, std::optional<Tensor> bias, int64_t features, int64_t bits) {
-  return product(inputs, {{{codes, scales, zeros, steps}, bias, features}}, bits, false);
-}
-
-// Two or three layers with the same bits, groups and kind of zeros. (Not a list of them, for which torch's generated code
-// goes a slower way.)
-Tensor quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, std::optional<Tensor> first_zeros,
-                         std::optional<Tensor> first_steps, std::optional<Tensor> first_bias, int64_t first_features,
-                         Tensor second, Tensor second_scales, std::optional<Tensor> second_zeros,
-                         std::optional<Tensor> second_steps, std::optional<Tensor> second_bias,
-                         int64_t second_features, std::optional<Tensor> third, std::optional<Tensor> third_scales,
-                         std::optional<Tensor> third_zeros, std::optional<Tensor> third_steps,
-                         std::optional<Tensor> third_bias, int64_t third_features, int64_t bits) {
-  std::vector<Given> layers = {{{first, first_scales, first_zeros, first_steps}, first_bias, first_features},
-                               {{second, second_scales, second_zeros, second_steps}, second_bias, second_features}};
-  if (third && third_scales)
-    layers.push_back({{*third, *third_scales, third_zeros, third_steps}, third_bias, third_features});
-  return product(inputs, layers, bits, true);
+  return product(inputs, {codes, scales, zeros, steps}, bias, features, bits, false);
 }
 
 // Rows of weights in float32: (n) numbers of features -> (n, width), as they are read from an embedding.
@@ -572,10 +530,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
         "int features, int bits) -> Tensor");
   m.def("dequantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, Tensor? bias, "
         "int features, int bits) -> Tensor");
-  m.def("quantized_linears(Tensor inputs, Tensor first, Tensor first_scales, Tensor? first_zeros, Tensor? first_steps, "
-        "Tensor? first_bias, int first_features, Tensor second, Tensor second_scales, Tensor? second_zeros, "
-        "Tensor? second_steps, Tensor? second_bias, int second_features, Tensor? third, Tensor? third_scales, "
-        "Tensor? third_zeros, Tensor? third_steps, Tensor? third_bias, int third_features, int bits) -> Tensor");
   m.def("quantized_rows(Tensor features, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, int bits, int width) "
         "-> Tensor");
 }
@@ -583,6 +537,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
   m.impl("dequantized_linear", TORCH_BOX(&dequantized_linear));
-  m.impl("quantized_linears", TORCH_BOX(&quantized_linears));
   m.impl("quantized_rows", TORCH_BOX(&quantized_rows));
 }

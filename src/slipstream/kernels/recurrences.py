@@ -7,8 +7,6 @@ accepted, so a state written in the pass would often be wasted. All recurrences 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -76,21 +74,6 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 # ---- registration and the check of the kernels ----------------------------------------------------------------------
-
-
-def register_shapes() -> None:
-    """Register the shapes of the kernels' results with torch, for graphs."""
-    shapes: dict[str, Callable[..., Tensor]] = {
-        "gated_delta_rule": lambda queries, keys, values, *_: values.new_empty(values.shape),
-        "gated_delta_state": lambda *arguments: arguments[-1].new_empty(arguments[-1].shape),
-        "state_space": lambda inputs, *_: inputs.new_empty(inputs.shape),
-        "state_space_state": lambda *arguments: arguments[-1].new_empty(arguments[-1].shape),
-        "short_convolution": lambda inputs, weight, bias: inputs.new_empty(
-            (inputs.shape[0], inputs.shape[2] - weight.shape[1] + 1, inputs.shape[1])
-        ),
-    }
-    for name, shape in shapes.items():
-        torch.library.register_fake(f"slipstream::{name}", shape, allow_override=True)
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:

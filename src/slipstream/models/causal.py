@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,18 +26,15 @@ from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.backends import draft_graphs
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
-from slipstream.execution.encoder_graphs import CompiledReader, Reader
-from slipstream.execution.inductor import Compiled
 from slipstream.execution.names import with_cache
+from slipstream.execution.native import Native
 from slipstream.execution.passes import Execution
-from slipstream.kernels.packing import shared_columns
 from slipstream.kernels.placement import input_device
 from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
-from slipstream.models.facts import ModelFacts, weight_bytes
-from slipstream.models.families import logits_alone, probe, refuse_unsupported, windows_of
+from slipstream.models.facts import ModelFacts
+from slipstream.models.families import logits_alone, probe, refuse_unsupported, trial_text, windows_of
 from slipstream.models.heads.hidden_states import HiddenStates
-from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.media.processor import modalities_of, read_with_media
 from slipstream.models.memory import Memory, OnMemory
 from slipstream.models.pass_builder import PassBuilder
@@ -47,8 +43,8 @@ from slipstream.models.pass_runner import PassRunner
 PREFILL_TOKENS = 512
 """Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
 
-MOST_FOR_CHAINS = 128 << 20
-"""The greatest number of bytes of a model's weights with which its graphs draft whole chains."""
+WORTH_A_PASS, WORTHWHILE = 32, 0.9
+"""Tokens of a text with which it may be read alone, and the share of real tokens up to which that saves padding."""
 
 
 class CausalScorer(OnMemory):
@@ -73,15 +69,9 @@ class CausalScorer(OnMemory):
         refuse_unsupported(model, self.name)
         self.device = input_device(model)  # where tokens go in and logits come out
         self.facts = ModelFacts.of(model, decoder is not None and decoder.relative)
-        reader: Reader | None = None
         if decoder and execution:
-            if isinstance(execution, Compiled):
-                own = encoder_dtype(model) or model.dtype
-                reader = CompiledReader(decoder.states, self.name, own, execution.progress)
             execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
-        # Only if the layers of a pass are known to receive its tokens as (rows, n).
-        self._columns = shared_columns(decoder or model) if self.facts.proven else None
-        self._memory = Memory(decoder, reader)
+        self._memory = Memory(decoder)
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
         self._chains: DraftChains | None = None
@@ -90,6 +80,9 @@ class CausalScorer(OnMemory):
             probe(self, model.config.get_text_config().model_type)
         self._memory.clear(store_format(kv_dtype))  # only now, since the probe compares with the model's own cache
         self.fix_shape(None)
+        if decoder is None and isinstance(execution, Native):
+            self._touch()  # a program writes to stores that are there already
+            self._make_program()
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
         """Return a Scorer that runs another model, of this one's layers or of copies, over the same rows and cache.
@@ -99,7 +92,6 @@ class CausalScorer(OnMemory):
         other, execution = copy.copy(self), self.execution
         other.name, other.model, other._chains = name, model, None
         execution = execution and execution.of(model, name)  # graphs of this model's layers cannot be used for others
-        other._columns = shared_columns(model) if self.facts.proven else None
         other._runner = PassRunner(model, self.facts, self._memory, execution)
         return other
 
@@ -204,13 +196,20 @@ class CausalScorer(OnMemory):
             self._prefill([[0]], 0)
             self.free([0])
 
+    def _make_program(self) -> None:
+        """Run a text, so that the program is made and compared before others wait for it."""
+        text = trial_text(self.vocab, min(8, self.context or 8))
+        self.add(1)
+        self.extend(torch.tensor([text]), [len(text)])
+        self.free([0])
+
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives.
 
         Raises ValueError for places that the model does not have, or that compiled passes do not return.
         """
         states = HiddenStates(self.model, self.name, places, self._memory)
-        if self.execution is not None and states.last_layer in places:
+        if self.device.type == "cuda" and self.execution is not None and states.last_layer in places:
             raise ValueError(
                 f"{self.name} is compiled, which hides its hidden states between the last layer and the norm behind "
                 "it: use this draft without compiling."
@@ -236,11 +235,9 @@ class CausalScorer(OnMemory):
         if self.shape:
             assert tree is None, "trees have shapes of their own"
             return self._extend_exactly(self.shape, tokens, counts, first)
-        rows, count = tokens.shape
-        width = self._runner.width(rows, count) if tree is None else count
-        logits = self._score(pad(tokens, (0, width - count)) if width > count else tokens, first, tree)
+        logits = self._score(tokens, first, tree)
         self._memory.texts.advance(counts)
-        return logits[:, :count]
+        return logits
 
     def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], first: int) -> Tensor:
         """Run `extend` in a fixed shape: rows after those of the tokens, or empty ones, and padding fill it."""
@@ -262,12 +259,17 @@ class CausalScorer(OnMemory):
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
         texts = [self._read_media(row, text) for row, text in enumerate(texts, first)]
-        if self.shape:  # one by one, so that a row's keys do not depend on other rows
+        if self.shape or self._are_better_alone(texts):  # with a shape, so that a row's keys do not depend on others
             for row, text in enumerate(texts, first):
                 self._prefill([text], row)
         else:  # a row without text would cost as much attention as the longest one
             for row, part in runs_of_texts(texts):
                 self._prefill(part, first + row)
+
+    def _are_better_alone(self, texts: Sequence[Sequence[int]]) -> bool:
+        """Whether texts are so unequally long that each should be read by itself, without padding."""
+        longest = max(map(len, texts), default=0) if self.device.type == "cpu" else 0
+        return longest > WORTH_A_PASS and sum(map(len, texts)) <= WORTHWHILE * longest * len(texts)
 
     def _read_media(self, row: int, text: Sequence[int]) -> Sequence[int]:
         """Read a text with media, in an empty row, by the model's own forward -> the tokens that are left to read."""
@@ -285,8 +287,7 @@ class CausalScorer(OnMemory):
             parts = [text[start : start + PREFILL_TOKENS] for text in texts]
             counts = [len(part) for part in parts]
             slots = self._memory.texts.place(max(counts), first, first + len(parts)).to(self.device)
-            with self._columns.only(counts, max(counts)) if self._columns else nullcontext():
-                self._runner.feed(self._builder.build(padded(parts, self.device), slots))
+            self._runner.feed(self._builder.build(padded(parts, self.device), slots))
             self._memory.texts.advance(counts)
 
     @torch.inference_mode()
@@ -305,15 +306,10 @@ class CausalScorer(OnMemory):
         return self._chains.draft_graphs if self._chains else None
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes, or step by step.
-
-        A step of a large model takes far longer than entering its graph, and a graph of a whole chain is as many times
-        as long to make: minutes for each size.
-        """
+        """Draft by graphs from now on, where possible: on a GPU by one graph for chains of each of these sizes."""
         facts, module = self.facts, self._decoder or self.model
         network = ModelNetwork(with_cache(module), module.dtype, facts.kinds, facts.relative, facts.drops_logits)
-        chains = tuple(sizes) if weight_bytes(module) <= MOST_FOR_CHAINS else ()
-        graphs = draft_graphs(network, self.name, self.device, chains, progress=progress)
+        graphs = draft_graphs(network, self.name, self.device, sizes, progress=progress)
         self._chains = DraftChains(graphs, self._memory, facts.context)
 
     @torch.inference_mode()

@@ -21,11 +21,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from slipstream.cache.rows import RowCache
 from slipstream.cache.stores import FloatStore, Store
 from slipstream.core.source import Source, SourceForm
-from slipstream.execution.encoder_graphs import Reader, States
-from slipstream.execution.graphs import LEAST
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross
 from slipstream.kernels.placement import input_device
+
+States = list[tuple[Tensor, Tensor]]
+"""Keys and values (rows, heads, source, head_dim) of cross-attention by layer, as the model computes them."""
 
 
 @dataclass
@@ -222,11 +223,9 @@ class SourceDecoder(nn.Module):
 class Sources:
     """The sources of all rows for the decoder: keys and values of cross-attention, fixed per row."""
 
-    def __init__(self, decoder: SourceDecoder, reader: Reader | None = None, format: type[Store] = FloatStore) -> None:
-        """Make an empty store; `reader` reads sources for the decoder, for example by graphs (None: eagerly)."""
-        self._decoder, self._reader = decoder, reader or decoder.states
+    def __init__(self, decoder: SourceDecoder, format: type[Store] = FloatStore) -> None:
+        self._decoder = decoder
         self._rows = RowCache(format)
-        self._rows.least = LEAST
         self._known: dict[tuple[int | None, int | None], Cross] = {}  # by the bounds of a part of the rows
         self.form = source_form(decoder.model)
 
@@ -239,7 +238,7 @@ class Sources:
         first = len(self._rows.lengths)
         self._rows.add(rows)
         self._known.clear()
-        states = self._reader(*self._decoder.inputs(cut_sources))
+        states = self._decoder.states(*self._decoder.inputs(cut_sources))
         longest = states[0][0].shape[2]
         self._rows.reserve(longest, first)
         for layer, (keys, values) in enumerate(states):

@@ -13,7 +13,6 @@ from slipstream.cache.rows import RowCache
 from slipstream.cache.stores import FloatStore, Store
 from slipstream.core.media import Media
 from slipstream.core.source import Source
-from slipstream.execution.encoder_graphs import Reader
 from slipstream.models.encoder_decoder import SourceDecoder, Sources
 
 
@@ -29,9 +28,9 @@ class Memory:
     them: a model may give all tokens of an image fewer positions than there are tokens.
     """
 
-    def __init__(self, decoder: SourceDecoder | None = None, reader: Reader | None = None) -> None:
-        """Make an empty memory; `decoder` and `reader` are as in `Sources`, None for a model without an encoder."""
-        self._decoder, self._reader = decoder, reader
+    def __init__(self, decoder: SourceDecoder | None = None) -> None:
+        """Make an empty memory; `decoder` is None for a model without an encoder."""
+        self._decoder = decoder
         self._prefixes: PrefixCache | None = None
         self._owner = _Owner()
         self.clear()
@@ -41,7 +40,7 @@ class Memory:
         self.texts = RowCache(format)
         self.media: list[Media | None] = []
         self.shifts: list[int] = []
-        self.sources = Sources(self._decoder, self._reader, format) if self._decoder else None
+        self.sources = Sources(self._decoder, format) if self._decoder else None
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts in this prefix cache, and look them up there; None for no cache.
@@ -135,41 +134,20 @@ class OnMemory:
         return self._memory.texts.bytes_for(lengths)
 
 
-class CacheFilled(Exception):
-    """Ends a model's pass that is only run to fill its cache, when the last layer has written to it."""
-
-
 class HFCache(Cache):
-    """The Cache interface of transformers over the texts of a memory.
-
-    `writes` counts what layers wrote since `begin`.
-    """
+    """The Cache interface of transformers over the texts of a memory."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(layers=[])
         self.memory = memory
-        self.begin()
-
-    def begin(self, most: int | None = None) -> None:
-        """Begin a pass, which CacheFilled ends after this many writes; None: it runs to its end."""
-        self.writes, self._most = 0, most
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        found = self.memory.texts.update(layer_idx, key_states, value_states)
-        self._count()
-        return found
+        return self.memory.texts.update(layer_idx, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        found = self.memory.texts.update_indexer(layer_idx, indexer_key_states)
-        self._count()
-        return found
-
-    def _count(self) -> None:
-        self.writes += 1
-        if self.writes == self._most:
-            raise CacheFilled
+        return self.memory.texts.update_indexer(layer_idx, indexer_key_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.texts.past

@@ -79,7 +79,6 @@ class Body(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _read(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Read the model's own fields, after the other ones were checked and taken out."""
         if not isinstance(data, dict):
             return handler(data)
         own, ignored, fields = _names(cls), [], {}

@@ -42,7 +42,6 @@ def _behind(mark: str) -> dict[str, Field]:
 
 
 def _list(open: str, name: str, arguments: str, **close: str) -> Field:
-    """Return the field of a list of calls, whose objects have these keys."""
     calls = {"content": "json", "transform_each": True, "transform": _function(f"{{{name}}}", f"{{{arguments}}}")}
     return {"open_pattern": open, **close, **calls}
 

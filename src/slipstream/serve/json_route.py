@@ -111,7 +111,6 @@ def _tried(work: Callable[..., Result], *arguments: Any) -> tuple[Result | None,
 
 
 def _is_json(request: Request) -> bool:
-    """Return whether FastAPI takes a body for JSON."""
     header = Message()
     header["content-type"] = request.headers.get("content-type", "text/plain")
     subtype = header.get_content_subtype()

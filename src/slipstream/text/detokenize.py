@@ -142,7 +142,6 @@ class EmittedText:
             self.stopped = True
 
     def _printed(self, place: int) -> int:
-        """Return the place in the text of a place in the text with hidden tokens."""
         return place - sum(min(length, max(0, place - begin)) for begin, length in self._unprinted)
 
     def _held(self) -> int:

@@ -73,7 +73,6 @@ class Spelling:
 
     @cached_property
     def _ordinary(self) -> dict[int, str]:
-        """The names of the tokens that are not added, by id."""
         return {number: name for name, number in self._tokenizer.get_vocab().items() if number not in self._added}
 
     @cached_property

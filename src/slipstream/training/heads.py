@@ -179,7 +179,6 @@ class HeadTrainer:
         return later, functional.log_softmax(ours.float(), -1)
 
     def _diverged(self) -> FloatingPointError:
-        """Return the error to raise when the heads led to numbers that are not finite."""
         less = ", or leave out bfloat16" if self.settings.bfloat16 else ""
         fault = f"the heads diverged after {self.step} steps: give a rate below {self.settings.rate:g}"
         return FloatingPointError(f"{fault}{less}, and another folder.")

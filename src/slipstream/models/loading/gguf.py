@@ -256,7 +256,6 @@ def load_gguf(
 
 
 def _notes(name: str, weights: GgufWeights, reading: Reading) -> list[str]:
-    """List sentences for the user on how the weights of a file are computed with."""
     notes = list[str]()
     if weights.stored and reading.activations == INT8:
         notes.append(

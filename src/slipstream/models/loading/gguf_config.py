@@ -58,7 +58,6 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
 
 
 def _values(file: GgufFile) -> dict[str, Any]:
-    """Return the values of a configuration by transformers' names."""
     family, kind = file.architecture, FAMILIES[file.architecture]
     tensors, names = file.tensors, GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING[family]
     values = {name: file.value(key) for key, name in names.items() if name and file.value(key) is not None}

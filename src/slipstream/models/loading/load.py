@@ -26,8 +26,7 @@ from transformers import (
 
 from slipstream.execution.backends import execution
 from slipstream.execution.passes import EAGER, Mode
-from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import can_pack, shared_columns
+from slipstream.kernels.packing import can_pack, is_packed
 from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.kernels.threads import use_threads
 from slipstream.models.causal import CausalScorer
@@ -156,7 +155,7 @@ def load_scorer(
     packs = packs and mode.precision is None and can_pack(model)
     model = model if kept is None else with_kept_tokens(model, name, kept)
     if mode.precision is not None:
-        if shared_columns(model):
+        if is_packed(model):
             raise ValueError(f"the weights of {name} are quantized already: leave quantize={mode.precision} out.")
         model = quantized_twin(model, name, mode.precision, progress=mode.progress)
     return scorer_of(model, name, mode, packs)
@@ -174,10 +173,7 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
     """Return the Scorer of a model that rolls back by a length, with packed weights if `packs`."""
     refuse_unsupported(model, name)
     if packs:
-        # Inductor takes the `final_logits_bias` that BART and Marian add to the output of oneDNN's head for the bias of
-        # a layer that it packed itself, and fails.
-        biased = kernel_missing() and mode.compiled and hasattr(model, "final_logits_bias")
-        model = packed_twin(model, name, keep=model.get_output_embeddings() if biased else None)
+        model = packed_twin(model, name)
     scorer = CausalScorer(model, name, execution(model, name, mode), mode.kv_dtype)
     if scorer.execution is not None and mode.ahead is not None:
         scorer.make_draft_graphs(mode.ahead, mode.progress)

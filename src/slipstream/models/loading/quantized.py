@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from slipstream.core.values import true_or_false
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import PACKED_DTYPES, Columns, QuantizedEmbedding, QuantizedLinear, can_embed
+from slipstream.kernels.packing import PACKED_DTYPES, QuantizedEmbedding, QuantizedLinear, can_embed
 from slipstream.kernels.stored_codes import StoredFormat, StoredLinear, UnreadFormat, stored_format
 from slipstream.models.loading.dropped_tensors import read_tensors
 from slipstream.models.loading.origin import Origin, source_name
@@ -168,7 +168,7 @@ def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear], whole: bool) 
 
     Raises ValueError, whose message is only the fault, if a blank is not in a linear layer or embeddings of the model.
     """
-    columns, left = Columns(), set(stored)
+    left = set(stored)
     for name, layer in [*model.named_modules()]:
         linear = type(layer) is nn.Linear
         codes = stored.get(layer.weight.data_ptr()) if linear or can_embed(layer) else None
@@ -176,7 +176,7 @@ def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear], whole: bool) 
             continue
         left.discard(layer.weight.data_ptr())
         made = (
-            QuantizedLinear(codes.precision, codes.panels, layer, columns, codes.order, whole)
+            QuantizedLinear(codes.precision, codes.panels, layer, codes.order, whole)
             if linear
             else QuantizedEmbedding(codes.precision, codes.panels, layer)
         )

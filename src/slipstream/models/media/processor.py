@@ -183,7 +183,6 @@ class MediaProcessor:
         return start, end
 
     def _read(self, made: Any) -> TokensAndMedia:
-        """Return the token ids and the media in the processor's output."""
         ids = tuple(made["input_ids"][0].tolist())
         rest = {name: made[name] for name in made.keys() - {"input_ids", "attention_mask"}}
         tensors = {name: each for name, each in rest.items() if isinstance(each, Tensor)}

@@ -1,0 +1,87 @@
+"""A model's passes as programs that the kernels run, compared with the model's own pass before they are used (CPU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.cache.stores import Stores
+from slipstream.execution.names import with_cache
+from slipstream.execution.passes import Cross, Parts, Pass, PassResult, Places, Watching, compare, forward
+from slipstream.execution.programs import Program, first_line, recorded
+from slipstream.execution.recording import Recording
+from slipstream.execution.traced_passes import sizes_of_pass, tensors_of_pass
+from slipstream.kernels.packing import inputs_as_they_are
+
+
+@dataclass
+class Native:
+    """Passes of a model as programs: recorded once for passes of any size, and run by one call into the kernels.
+
+    The first pass is compared with the model's own. If it cannot be recorded or gives other logits, `fault` says why,
+    and all passes run eagerly.
+    """
+
+    model: PreTrainedModel
+    name: str
+    fault: str | None = None
+    least = 0
+    _recordings: dict[Places, Recording] = field(default_factory=dict)
+    _programs: dict[tuple[Places, bool], Program] = field(default_factory=dict)
+
+    def run(
+        self, work: Pass, stores: Stores, places: Places = (), watching: Watching | None = None, logits: bool = True
+    ) -> PassResult | None:
+        """See `Execution`."""
+        if self.fault or not stores:
+            return None
+        work = _settled(work)
+        inputs = tensors_of_pass(work, stores)
+        if places not in self._recordings:
+            try:
+                self._recordings[places] = self._recorded(work, stores, inputs, places, watching)
+            except Exception as error:  # of any type, from the model's own code on small tensors
+                self.fault = f"{self.name} runs without a program: {first_line(error)}"
+                return None
+        if (program := self._programs.get((places, logits))) is None:
+            kept = [number for number in range(1 + len(places)) if logits or number]
+            program = self._programs[places, logits] = Program(self._recordings[places], kept)
+        outputs = program(inputs)
+        return PassResult(outputs[0], dict(zip(places, outputs[1:], strict=True)))
+
+    def of(self, model: PreTrainedModel, name: str) -> Native:
+        """See `Execution`."""
+        return Native(model, name)
+
+    def _recorded(
+        self, work: Pass, stores: Stores, inputs: tuple[Any, ...], places: Places, watching: Watching | None
+    ) -> Recording:
+        """Return the recording of a pass with its states at `places`. Raises ValueError if it gives other results."""
+        call = with_cache(self.model)
+
+        def function(
+            tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
+        ) -> list[Tensor]:
+            some = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
+            if watching is None:
+                return [forward(call, some, stores)]
+            with watching() as seen:
+                logits = forward(call, some, stores)
+            return [logits, *(seen[place] for place in places)]
+
+        recording = recorded(function, inputs, sizes_of_pass(work, stores))
+        with inputs_as_they_are(self.model) as rounds:
+            unrounded = function(*inputs) if rounds else None
+        eager, made = function(*inputs), Program(recording)(inputs)
+        for number, what in enumerate(("logits", *["hidden states"] * len(places))):
+            compare(eager[number], made[number], what, None if unrounded is None else unrounded[number])
+        return recording
+
+
+def _settled(work: Pass) -> Pass:
+    """Return the pass with integers that lie side by side in memory."""
+    tokens, positions, slots = (part.contiguous() for part in (work.tokens, work.positions, work.slots))
+    return replace(work, tokens=tokens, positions=positions, slots=slots)

@@ -1,0 +1,110 @@
+"""Recorded functions of tensors: what the kernels compute is what torch computes, for sizes that were not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, silu
+
+from slipstream.execution.programs import Program, recorded
+from slipstream.execution.recording import Unrecordable
+from slipstream.kernels.cpu import kernel_missing
+
+pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason="the kernels cannot be built here")
+
+WEIGHT = torch.randn(6, generator=torch.Generator().manual_seed(1))
+TABLE = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+
+
+def numbers(rows: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, count, 6, generator=torch.Generator().manual_seed(rows + 10 * count)).to(dtype)
+
+
+def program_of(function: Callable[..., Any], *inputs: Tensor, kept: tuple[int, ...] | None = None) -> Program:
+    sizes = [(each, {0: "rows", 1: "count"}) for each in inputs]
+    return Program(recorded(function, inputs, sizes), kept)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "elementwise": lambda x: silu(x) * torch.tanh(x) + gelu(x) - gelu(x, approximate="tanh") / x.abs().clamp(min=0.1),
+    "activations": lambda x: (
+        torch.sigmoid(x).exp().sqrt().rsqrt() - x.relu().floor() + x.pow(2).log1p() * x.sin().cos()
+    ),
+    "a norm": lambda x: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype),
+    "torch's norm": lambda x: layer_norm(x.float(), (6,), WEIGHT, WEIGHT, 1e-5),
+    "softmax": lambda x: x.float().softmax(1),
+    "masks": lambda x: torch.where((x > 0) & ~(x > 1), x, 0).masked_fill(x != x, 1.0).clamp(-0.5, 0.5),
+    "views": lambda x: x.transpose(0, 1)[:, :, 2:5].unflatten(-1, (3, 1)).expand(-1, -1, 3, 2).reshape(-1, 6).t(),
+    "parts": lambda x: torch.cat([x[..., 3:], -x[..., :3]], -1) + torch.stack([x[..., 0]] * 6, -1),
+    "counting": lambda x: torch.arange(x.shape[1])[None, :, None] % 3 + x.new_ones(x.shape) * torch.arange(6),
+    "sums": lambda x: [x.float().sum((0, 2)), x.float().amax(-1), x.argmax(-1), x.max(1).values],
+    "rows of a table": lambda x: [TABLE[(x[..., 0] > 0).long() + 3], x.gather(1, (x > 9).long()), x[:, :, [4, 0]]],
+    "products": lambda x: [x.float().transpose(1, 2) @ x.float(), x.float().flatten(0, 1) @ TABLE[:6]],
+    "in place": lambda x: (x + 1).mul_(2).add_(x).masked_fill_(x > 1, 0.0).clamp_(max=3),
+    "an operator without an instruction": lambda x: [*x.float().topk(2, -1), x.float().cumsum(1)],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_programs_compute_what_torch_does(name: str, dtype: torch.dtype) -> None:
+    function = FUNCTIONS[name]
+    program = program_of(function, numbers(3, 4, dtype))
+    for rows, count in ((3, 4), (1, 1), (5, 2), (2, 300)):
+        given = numbers(rows, count, dtype)
+        expected, found = function(given), program((given,))
+        expected = expected if isinstance(expected, list) else [expected]
+        for left, right in zip(expected, found, strict=True):
+            assert left.shape == right.shape and left.dtype == right.dtype
+            torch.testing.assert_close(left, right, atol=1e-5 if left.dtype != torch.bfloat16 else 0.02, rtol=2e-2)
+
+
+def test_weights_are_read_where_they_lie() -> None:
+    weight = torch.ones(6)
+    program = program_of(lambda x: x * weight, numbers(3, 4))
+    weight.fill_(2)
+    assert torch.equal(program((numbers(2, 2),))[0], numbers(2, 2) * 2)
+
+
+def test_other_inputs_are_refused() -> None:
+    program = program_of(lambda x: x + 1, numbers(3, 4))
+    for wrong in (torch.zeros(3, 4, 5), numbers(4, 3).transpose(0, 1)):
+        with pytest.raises(ValueError, match=r"does not fit|not contiguous"):
+            program((wrong,))
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: x * x.sum().item(), "contents of tensors"),
+        (lambda x: x if bool(x.any()) else -x, "contents of tensors"),
+        (lambda x: x[0, 0].tolist() and x, "contents of tensors"),
+        (lambda x: torch.cat([x, x[:, :1]], 1), "no product of sizes"),
+        (lambda x: x @ x.transpose(1, 2), "no product of sizes"),
+        (lambda x: x * x.shape[1], "a size that varies is computed with"),
+        (lambda x: x + 1 if len(x) > 2 else x, "depend on sizes"),
+        (lambda x: x + torch.empty(6), "not known"),
+    ],
+)
+def test_what_no_program_can_do_is_refused(function: Callable[[Tensor], Any], why: str) -> None:
+    with pytest.raises(Unrecordable, match=why):
+        program_of(function, numbers(3, 4))
+
+
+def test_what_nobody_asks_for_is_not_computed() -> None:
+    def function(x: Tensor, store: Tensor, slots: Tensor) -> Tensor:
+        store[torch.arange(len(x))[:, None], :, slots] = x[:, :, None]
+        return TABLE[slots + 5]  # there are nine places
+
+    x, store, slots = numbers(2, 3), torch.zeros(2, 1, 8, 6), torch.tensor([[0, 1, 2], [5, 6, 7]])
+    sizes = [(x, {0: "rows", 1: "count"}), (store, {0: "rows", 2: "slots"}), (slots, {0: "rows", 1: "count"})]
+    recording = recorded(function, (x, store, slots), sizes)
+    with pytest.raises(RuntimeError, match="index 10 of 9"):
+        Program(recording)((x, store, slots))
+    store.zero_()
+    Program(recording, ())((x, store, slots))
+    assert torch.equal(store[1, 0, 5:], x[1]) and torch.equal(store[0, 0, :3], x[0]) and not store[0, 0, 3:].any()
