@@ -44,6 +44,7 @@ def recorded(function: Callable[..., Any], inputs: tuple[Any, ...], sizes: Sizes
     return record(function, inputs, sizes, HANDLERS, CODE["copy"])
 
 
+MOST_KEPT = 32 << 20  # bytes of memory that a program keeps between runs: a prefill of many texts needs more
 LINE = 64  # bytes of the cache; pieces of memory begin with one
 LINEAR, QUANTIZED = CODE["linear"], CODE["quantized_linear"]
 
@@ -92,6 +93,8 @@ class Program:
                 self._call(part, products, tensors, outputs, [base + start for start in starts])
             else:
                 torch.ops.slipstream.run_program(numbers, self._program, part.start, part.stop)
+        if len(self._arena) > MOST_KEPT:
+            self._arena = self._arena[:0].clone()
         return outputs
 
     def _symbols(self, tensors: Sequence[Tensor]) -> list[int]:
