@@ -38,6 +38,10 @@ ELEMENTWISE = {
 """The names of operators that compute every number by itself, with the instruction of each."""
 
 
+CHANGING = {"alpha": 1, "rounding_mode": None, "decimals": 0}
+"""The options with which operators compute something else, with their usual values."""
+
+
 def _handles(*names: str) -> Callable[[Handler], Handler]:
     """Return a decorator that enters a function as the handler of these operators."""
 
@@ -50,9 +54,10 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 
 def _elementwise(code: str) -> Handler:
     def handle(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(kwargs.get(name, usual) != usual for name, usual in CHANGING.items()):
+            recorder.call(func, out, args, kwargs)
+            return
         operands = [recorder.operand(each, out) for each in args[: 3 if code == "where" else 2]]
-        if kwargs.get("rounding_mode") or kwargs.get("alpha", 1) != 1:
-            raise Unrecordable(f"there is no instruction for {func} with {kwargs}")
         name = "gelu_tanh" if code == "gelu" and kwargs.get("approximate") == "tanh" else code
         recorder.emit(CODE[name], [out], operands)
 

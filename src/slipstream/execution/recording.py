@@ -25,16 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
 """Inputs, each with the names of the dimensions whose sizes vary; what is part of something else comes before it."""
 
-ARITHMETIC = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-)
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+ARITHMETIC = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.int8, torch.uint8)
 TYPES = (*ARITHMETIC, torch.float16, torch.int16, torch.complex64)
 """The types of tensors in the order in which program.cpp numbers them; instructions compute with the first ones."""
 
@@ -43,6 +35,9 @@ TRIED = ((2, 3, 5, 7, 11, 13, 17), (3, 5, 7, 11, 13, 17, 19))
 
 READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"})
 """The methods by which Python sees what a tensor contains."""
+
+TELLING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""The marks of operators whose result as a Python value, or whose shape, depends on what tensors contain."""
 
 ABSENT = -1 << 40
 MOST_FOLDED = 1 << 20  # bytes of a tensor that is computed once, of weights alone
@@ -216,13 +211,13 @@ class Recorder(TorchDispatchMode):
         """Append the call of an operator that has no instruction."""
         given = tree_map(lambda leaf: self.array(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         outputs = [self.array(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(out)]
+        if not outputs:  # it would be left out, though it changes what it is given
+            raise Unrecordable(f"{func} returns nothing")
         self._append(OperatorCall(func, outputs, given))
 
     def _append(self, step: Step) -> None:
         made = {array.storage for array in step.outputs if array}
-        own = (
-            made if isinstance(step, OperatorCall) else set()
-        )  # an operator may write to some places of what it is given
+        own = made if isinstance(step, OperatorCall) else set()  # what it is given it may write to
         if not {each.storage for each in step.inputs if isinstance(each, Array)} - own <= self._written:
             raise Unrecordable("the contents of a tensor are not known")
         self._written |= made
@@ -233,7 +228,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is torch.ops.aten._local_scalar_dense.default:
+        by_places = func is torch.ops.aten.index.Tensor and all(leaf.dtype != torch.bool for leaf in given[1:])
+        if TELLING & set(func.tags) and not by_places:
             raise Unrecordable("what it does depends on the contents of tensors")
         for leaf in given:
             self.constant(leaf)
@@ -326,10 +322,8 @@ def _compared(names: tuple[str, ...], first: Recording, second: Recording) -> Re
             return one
         if (one.storage, one.type, len(one.sizes)) != (other.storage, other.type, len(other.sizes)):
             raise Unrecordable("its operations depend on sizes")
-        pairs = ((one.sizes, other.sizes), (one.strides, other.strides))
-        return Array(
-            one.storage, one.type, size(one.offset, other.offset), *(tuple(map(size, *pair)) for pair in pairs)
-        )
+        sizes, strides = tuple(map(size, one.sizes, other.sizes)), tuple(map(size, one.strides, other.strides))
+        return Array(one.storage, one.type, size(one.offset, other.offset), sizes, strides)
 
     def arrays(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         if len(one) != len(other):
