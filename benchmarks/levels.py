@@ -35,6 +35,7 @@ CONTRACTS = {
     "laws": "tests/kernels/test_laws.py",
     "recurrences": "tests/kernels/test_recurrences.py",
     "blocks": "tests/models/loading/test_gguf.py",
+    "programs": "tests/execution/test_programs.py",
     "engine": "tests/engine/test_bits.py",
 }
 OLDER = {

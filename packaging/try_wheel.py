@@ -21,6 +21,7 @@ KERNELS = ("cpu", "quantization", "attention", "laws", "recurrences", "library")
 TESTS = (
     *(f"tests/kernels/test_{name}.py" for name in KERNELS),
     "tests/models/loading/test_gguf.py",
+    "tests/execution/test_programs.py",
     "tests/engine/test_bits.py",
 )
 

@@ -38,6 +38,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "torch's norm": lambda x: layer_norm(x.float(), (6,), WEIGHT, WEIGHT, 1e-5),
     "softmax": lambda x: x.float().softmax(1),
     "masks": lambda x: torch.where((x > 0) & ~(x > 1), x, 0).masked_fill(x != x, 1.0).clamp(-0.5, 0.5),
+    "powers": lambda x: [
+        2 ** (x[0, 0] * 0 + torch.arange(2.0, 8)),
+        x.float().abs() ** (TABLE[0] * 0 + torch.arange(2.0, 8)),
+    ],
     "views": lambda x: x.transpose(0, 1)[:, :, 2:5].unflatten(-1, (3, 1)).expand(-1, -1, 3, 2).reshape(-1, 6).t(),
     "parts": lambda x: torch.cat([x[..., 3:], -x[..., :3]], -1) + torch.stack([x[..., 0]] * 6, -1),
     "counting": lambda x: torch.arange(x.shape[1])[None, :, None] % 3 + x.new_ones(x.shape) * torch.arange(6),
@@ -65,6 +69,27 @@ def test_programs_compute_what_torch_does(name: str, dtype: torch.dtype) -> None
         for left, right in zip(expected if isinstance(expected, list) else [expected], program((given,)), strict=True):
             assert left.shape == right.shape and left.dtype == right.dtype
             torch.testing.assert_close(left, right, atol=1e-5 if left.dtype != torch.bfloat16 else 0.02, rtol=2e-2)
+
+
+OF_ONE_TOKEN = {name: FUNCTIONS[name] for name in ("elementwise", "activations", "a norm", "torch's norm", "masks")}
+OF_ONE_TOKEN |= {
+    "softmax": lambda x: x.repeat_interleave(31, -1).float().softmax(-1),
+    "sums": lambda x: x.repeat_interleave(31, -1).float().sum(-1),
+    "a product": lambda x: x.float().flatten(0, 1) @ TABLE[:6],
+}
+
+
+@pytest.mark.parametrize("name", [*OF_ONE_TOKEN, "of all tokens"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_beside_others(name: str, dtype: torch.dtype) -> None:
+    """The control is a function of all tokens."""
+    program = program_of(OF_ONE_TOKEN.get(name, lambda x: x - x.float().mean((0, 1))), numbers(3, 4, dtype))
+    given = numbers(3, 701, dtype)
+    (many,) = program((given,))
+    for row, place in ((0, 0), (1, 333), (2, 700)):
+        (alone,) = program((given[row : row + 1, place : place + 1].contiguous(),))
+        same = torch.equal(alone.flatten(), many.reshape(3, 701, -1)[row, place])
+        assert same == (name in OF_ONE_TOKEN)
 
 
 def test_weights_are_read_where_they_lie() -> None:

@@ -26,7 +26,11 @@ CODES = (
 CODE = {name: number for number, name in enumerate(CODES)}
 
 ELEMENTWISE = {
-    **{name: name for name in CODES[: CODES.index("arange")] if name not in ("copy", "not", "and", "or", "gelu_tanh")},
+    **{
+        name: name
+        for name in CODES[: CODES.index("arange")]
+        if name not in ("copy", "not", "pow", "and", "or", "gelu_tanh")
+    },
     "_to_copy": "copy",
     "clone": "copy",
     "logical_not": "not",
@@ -83,6 +87,12 @@ def _copy_(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kw
 @_handles("aten.rsub")
 def _rsub(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     recorder.emit(CODE["sub"], [out], [recorder.operand(each, out) for each in (args[1], args[0])])
+
+
+@_handles("aten.pow", "aten.pow_")
+def _pow(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    square = isinstance(args[1], int | float) and args[1] == 2
+    _elementwise("mul" if square else "pow")(recorder, func, out, (args[0], args[0 if square else 1]), {})
 
 
 @_handles("aten.clamp", "aten.clamp_")

@@ -248,8 +248,7 @@ void compute(Code code, int64_t count, const Compute (*in)[BLOCK], Compute* out)
       case ISNAN: return one([](C x) { return std::isnan(x); });
       case DIV: return two([](C x, C y) { return x / y; });
       case FLOOR_DIVIDE: return two([](C x, C y) { return std::floor(x / y); });
-      case POW:
-        return in[1][0] == 2 ? one([](C x) { return x * x; }) : two([](C x, C y) { return std::pow(x, y); });
+      case POW: return two([](C x, C y) { return std::pow(x, y); });
       default: break;
     }
   } else {
