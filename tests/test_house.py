@@ -612,7 +612,7 @@ def import_without(source: str, *absent: str) -> subprocess.CompletedProcess[str
     block = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", block + source]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 has_face = pytest.mark.skipif("__init__" not in MODULES, reason="slipstream has no __init__ yet")
