@@ -153,6 +153,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     words, settings = parts["tokenizer"], parts["tokenizer_config"]
     if "tokens" not in words:
         raise ValueError("the file holds no tokenizer: pass tokenizer=... as well")
+    flags = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
+    settings.update({name: flag for name, flag in flags.items() if flag is not None})  # older transformers reads none
     if words.get("tokenizer_type") == "llama":
         settings.setdefault("add_bos_token", True)  # as llama.cpp does
     if words.get("tokenizer_type") == "gemma4":
