@@ -146,7 +146,7 @@ def test_damaged_weights_are_told_as_ever() -> None:
 
 
 def test_a_draft_that_cannot_be_recorded_gives_way_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no program here")
 
     monkeypatch.setattr(draft_graphs, "recorded", broken)

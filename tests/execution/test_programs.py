@@ -47,6 +47,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "counting": lambda x: torch.arange(x.shape[1])[None, :, None] % 3 + x.new_ones(x.shape) * torch.arange(6),
     "sums": lambda x: [x.float().sum((0, 2)), x.float().amax(-1), x.argmax(-1), x.max(1).values],
     "rows of a table": lambda x: [TABLE[(x[..., 0] > 0).long() + 3], x.gather(1, (x > 9).long()), x[:, :, [4, 0]]],
+    "places of a table": lambda x: [
+        x.new_zeros(len(x), 9).index_copy_(1, torch.tensor([0, 2, 3, 5, 7, 8]), x[:, 0]),
+        x.index_copy(2, torch.tensor([4, 1]), x[..., :2] + 1),
+    ],
     "products": lambda x: [x.float().transpose(1, 2) @ x.float(), x.float().flatten(0, 1) @ TABLE[:6]],
     "in place": lambda x: (x + 1).mul_(2).add_(x).masked_fill_(x > 1, 0.0).clamp_(max=3),
     "options": lambda x: [

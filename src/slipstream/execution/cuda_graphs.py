@@ -227,7 +227,8 @@ class CapturedDrafts(DraftGraphs):
         stores, parts = inputs[5:7]
 
         def step(given: Inputs) -> Drafted:
-            fused = self._fused_step(kind._replace(size=1, width=given[0].shape[1]))
+            state = 0 if given[1] is None else given[1].ndim
+            fused = self._fused_step(kind._replace(size=1, width=given[0].shape[1], state=state))
             drafted: Drafted = fused(given, sizes_of_draft(given))
             return drafted
 

@@ -26,8 +26,10 @@ from slipstream.kernels.laws import greatest
 
 FED = 2  # the most tokens that a draft's cache lacks when a round begins
 
+TRIED = ((2, 3, 17, 7), (3, 5, 19, 11))  # sizes to record with, as in `recording`: caches hold the tokens of a step
+
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
-"""The inputs of a graph: the tokens fed (rows, fed), padding first; the states before them (rows, fed, width) for a
+"""The inputs of a graph: the tokens fed (rows, fed), padding first; the states before them (rows, fed, ...) for a
 network that reads states; how many tokens stand before the last real one (rows,), and before all of them in the cache
 (rows,); the numbers of the slots (end,), the cache, the source, the temperatures (rows, 1), and numbers in [0, 1) to
 draw by (rows, size)."""
@@ -69,8 +71,13 @@ vocab) of sampled tokens, and the states of the last step for a network that goe
 class Network(Protocol):
     """A network that drafts a token in a graph: a function of tensors, without any state in Python."""
 
+    @property
+    def known(self) -> Tensor | None:
+        """The ids (n,) of the tokens that it has logits for, in rising order; None for all."""
+        ...
+
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor | None]:
-        """Run on tokens (rows, fed) and the states before them -> the logits (rows, vocab) after the last ones.
+        """Run on tokens (rows, fed) and the states before them -> the logits (rows, n) after the last ones.
 
         The second result is the states (rows, 1, width) there, for a network that goes on from its own states.
         """
@@ -90,6 +97,7 @@ class ModelNetwork:
     kinds: dict[str, Sight]
     relative: bool = False
     drops_logits: bool = False
+    known: Tensor | None = None
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, None]:
         """See `Network`."""
@@ -133,7 +141,7 @@ class Wish:
 class Room:
     """The room of chains in the cache: after `lengths` tokens of the stores, attending to `end` slots, and to sources.
 
-    `states` (rows, fed, width) are those before the tokens that are fed, for networks that read states.
+    `states` (rows, fed, ...) are those before the tokens that are fed, for networks that read states.
     """
 
     lengths: Sequence[int]
@@ -146,7 +154,7 @@ class Room:
 class GraphKind(NamedTuple):
     """A kind of graph: it drafts `size` tokens after `width` fed ones, `sampled` or greedy, among `vocab` ids.
 
-    It serves a `single` text or any number of texts.
+    It serves a `single` text or any number of texts, and reads states of `state` dimensions.
     """
 
     size: int
@@ -154,6 +162,7 @@ class GraphKind(NamedTuple):
     sampled: bool
     vocab: int
     single: bool
+    state: int
 
     @property
     def constant(self) -> frozenset[str]:
@@ -210,9 +219,9 @@ class DraftGraphs:
     def width(self, wish: Wish) -> int:
         """Return the number of columns of the first step.
 
-        A graph of several tokens, or of a network that is fed many, always has `most_fed`, so that it is made once.
+        A graph of several tokens always has `most_fed`, so that it is made once.
         """
-        return self.most_fed if self.steps(wish)[0] > 1 or self.most_fed > FED else max(map(len, wish.fed))
+        return self.most_fed if self.steps(wish)[0] > 1 else max(map(len, wish.fed))
 
     def steps(self, wish: Wish) -> list[int]:
         """Return the number of tokens that each graph of a wish drafts, in their order."""
@@ -223,10 +232,9 @@ class DraftGraphs:
         """Draft tokens (rows, gamma or more) by one graph, or by one graph per step."""
 
         def run(inputs: Inputs) -> Drafted:
-            size, width = inputs[-1].shape[1], inputs[0].shape[1]
-            return self._run(
-                GraphKind(size, width, wish.sampled, wish.vocab, self.single_apart and len(wish.fed) == 1), inputs
-            )
+            (_, width), states, size = inputs[0].shape, inputs[1], inputs[-1].shape[1]
+            single, state = self.single_apart and len(wish.fed) == 1, 0 if states is None else states.ndim
+            return self._run(GraphKind(size, width, wish.sampled, wish.vocab, single, state), inputs)
 
         chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
         if wish.sampled:
@@ -254,7 +262,7 @@ class DraftGraphs:
         """Draft by the graph of this kind, which is made for inputs of these shapes if there is none yet."""
         if kind not in self._graphs:
             step = traced_draft(self.network, kind)
-            self._graphs[kind] = Program(recorded(step, inputs, sizes_of_draft(inputs)))
+            self._graphs[kind] = Program(recorded(step, inputs, sizes_of_draft(inputs), tried=TRIED))
         drawn, best, *others = self._graphs[kind](inputs)
         laws = others.pop(0) if kind.sampled else None
         return drawn, best, laws, others[0] if others else None
@@ -292,12 +300,15 @@ def draft(step: Step, size: int, inputs: Inputs) -> Drafted:
 def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
     tokens, states, last, start, places, stores, cross, temperatures, chances = inputs
     logits, states = network(tokens, states, Seat(last, start, places, stores, cross))
-    logits = pad_vocabulary(logits, kind.vocab)
+    known = network.known
+    logits = logits if known is not None else pad_vocabulary(logits, kind.vocab)
     best, token = (each[:, 0] for each in greatest(logits[:, None]))
-    if not kind.sampled:
-        return token[:, None], best, None, states
-    law = _law(wide(logits), token, temperatures)
-    return inverse(law, chances[:, 0])[:, None], best, law[:, None], states
+    law = _law(wide(logits), token, temperatures) if kind.sampled else None
+    token = token if law is None else inverse(law, chances[:, 0])
+    if known is not None:
+        token = known[token]
+        law = law if law is None else law.new_zeros(len(law), kind.vocab).index_copy_(1, known, law)
+    return token[:, None], best, law if law is None else law[:, None], states
 
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:

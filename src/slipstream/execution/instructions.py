@@ -235,6 +235,18 @@ def _index_put(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...]
     recorder.emit(CODE["scatter"], [target], operands, sizes=_along(tensor, 2))
 
 
+@_handles("aten.index_copy", "aten.index_copy_")
+def _index_copy(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensor, dim, index, values = args
+    if out is not tensor:
+        recorder.emit(CODE["copy"], [out], [recorder.operand(tensor)])
+    places = index.view([-1 if each == dim % out.ndim else 1 for each in range(out.ndim)]).expand(values.shape)
+    target = out.select(dim, 0).unsqueeze(dim).expand(values.shape)
+    recorder.emit(
+        CODE["scatter"], [target], [recorder.operand(values), recorder.operand(places)], sizes=_along(out, dim)
+    )
+
+
 def _counts_rows(recorder: Recorder, index: Tensor) -> bool:
     """Whether a tensor (rows, 1) has the number of each row."""
     storage = recorder.array(index).storage

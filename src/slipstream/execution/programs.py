@@ -37,11 +37,11 @@ from slipstream.execution.recording import (
 from slipstream.kernels.cpu import kernel_missing
 
 
-def recorded(function: Callable[..., Any], inputs: tuple[Any, ...], sizes: Sizes) -> Recording:
-    """Record a function for inputs like these; the tensors in `sizes` vary. Raises Unrecordable if it cannot be."""
+def recorded(function: Callable[..., Any], inputs: tuple[Any, ...], sizes: Sizes, **how: Any) -> Recording:
+    """Record a function for inputs like these, as `record` does. Raises Unrecordable if it cannot be."""
     if why := kernel_missing():
         raise Unrecordable(f"the kernels are missing: {why}")
-    return record(function, inputs, sizes, HANDLERS, CODE["copy"])
+    return record(function, inputs, sizes, HANDLERS, CODE["copy"], **how)
 
 
 MOST_KEPT = 32 << 20  # bytes of memory that a program keeps between runs: a prefill of many texts needs more

@@ -257,7 +257,12 @@ Handler = Callable[[Recorder, Any, Any, Any, Any], None]
 
 
 def record(
-    function: Callable[..., Any], inputs: tuple[Any, ...], sizes: Sizes, handlers: Mapping[str, Handler], copy: int
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    sizes: Sizes,
+    handlers: Mapping[str, Handler],
+    copy: int,
+    tried: tuple[Sequence[int], Sequence[int]] = TRIED,
 ) -> Recording:
     """Record a function of inputs, nested tuples, lists and dictionaries of tensors; the tensors in `sizes` vary.
 
@@ -265,17 +270,17 @@ def record(
     """
     varying = {id(tensor): dims for tensor, dims in sizes}
     names = tuple(dict.fromkeys(name for dims in varying.values() for name in dims.values()))
-    if len(names) > len(TRIED[0]):
-        raise Unrecordable(f"more than {len(TRIED[0])} sizes vary")
+    if len(names) > len(tried[0]):
+        raise Unrecordable(f"more than {len(tried[0])} sizes vary")
 
-    def recording(tried: Sequence[int]) -> Recording:
+    def recording(taken: Sequence[int]) -> Recording:
         recorder, tensors = Recorder(handlers), list[Tensor]()
 
         def small(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             dims = varying.get(id(leaf), {})
-            shape = [tried[names.index(dims[dim])] if dim in dims else size for dim, size in enumerate(leaf.shape)]
+            shape = [taken[names.index(dims[dim])] if dim in dims else size for dim, size in enumerate(leaf.shape)]
             tensors.append(torch.zeros(shape, dtype=leaf.dtype))
             recorder.add(tensors[-1], MemoryKind.INPUT, len(tensors) - 1)
             return tensors[-1]
@@ -293,16 +298,18 @@ def record(
         arrays, outputs = (list(map(recorder.array, group)) for group in (tensors, finals))
         return Recording(names, recorder.steps, recorder.storages, arrays, outputs, recorder.weights)
 
-    return _compared(names, *map(recording, TRIED))
+    return _compared(names, tried, *map(recording, tried))
 
 
 # ---- what both recordings say of sizes ----------------------------------------------------------------------------
 
 
-def _compared(names: tuple[str, ...], first: Recording, second: Recording) -> Recording:
+def _compared(
+    names: tuple[str, ...], tried: tuple[Sequence[int], Sequence[int]], first: Recording, second: Recording
+) -> Recording:
     """Return the first of two recordings with numbers that grew as products. Raises Unrecordable for other steps."""
     growth = {
-        (prod(TRIED[0][bit] for bit in bits), prod(TRIED[1][bit] for bit in bits)): sum(1 << bit for bit in bits)
+        (prod(tried[0][bit] for bit in bits), prod(tried[1][bit] for bit in bits)): sum(1 << bit for bit in bits)
         for count in range(len(names) + 1)
         for bits in combinations(range(len(names)), count)
     }

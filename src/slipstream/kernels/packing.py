@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from slipstream.kernels.attention import NAME as ATTENTION
 from slipstream.kernels.attention import attend_by_kernel
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear, quantized_rows
 from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
@@ -257,18 +258,27 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
 
 
 @torch.no_grad()
-def pack_layers(network: nn.Module) -> None:
+def pack_layers(network: nn.Module, precision: Precision | None = None) -> None:
     """Replace the linear layers of a network that is not a model of transformers by packed copies.
 
-    Nothing changes where our kernel does not run, on its device or in its dtype.
+    With a precision, they are quantized. Its attention runs by our kernel then. Nothing changes where our kernels do
+    not run, on its device or in its dtype.
     """
     places = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     fit = all(layer.weight.device.type == "cpu" and layer.weight.dtype in PACKED_DTYPES for _, layer in places)
-    if not fit or kernel_missing() is not None:
+    if not places or not fit or kernel_missing() is not None:
         return
-    stretch = Stretch(sum(panel_bytes(layer.weight) for _, layer in places))
+    for config in (getattr(part, "config", None) for part in network.modules()):
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+            config._attn_implementation = ATTENTION
+    sizes = (precision.bytes_of(*_shape(each)) if precision else panel_bytes(each.weight) for _, each in places)
+    stretch = Stretch(sum(sizes))
     for name, layer in places:
-        network.set_submodule(name, _packed(layer, stretch))
+        if precision:
+            panels = quantize(layer.weight, precision).into_panels().map(stretch.hold)
+            network.set_submodule(name, QuantizedLinear(precision, panels, layer))
+        else:
+            network.set_submodule(name, _packed(layer, stretch))
 
 
 @torch.no_grad()

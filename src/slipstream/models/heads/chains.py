@@ -43,26 +43,45 @@ class Behind:
 class OneLayer(Protocol):
     """A network of one layer that goes on from its own states; see `scorer.Head`."""
 
+    def combine(self, states: Tensor) -> Tensor:
+        """Combine the target's states (rows, n, width of all places) -> the network's input (rows, n, width)."""
+        ...
+
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, n, vocabulary of the target) of the next tokens; see `scorer.Head`."""
+    @property
+    def targets(self) -> Tensor | None:
+        """The ids in the target's vocabulary of the tokens that it drafts, in rising order; None for all."""
+        ...
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, n, drafted tokens) of the next tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class HeadNetwork:
-    """A network on hidden states that drafts in a graph: step one reads the target's states, later ones its own."""
+    """A network on hidden states that drafts in a graph: step one reads the target's states, later ones its own.
+
+    The target's are (rows, fed, places, width), its own are (rows, 1, width).
+    """
 
     head: OneLayer
+
+    @property
+    def known(self) -> Tensor | None:
+        """See `execution.draft_graphs.Network`."""
+        return self.head.targets
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor]:
         """See `execution.draft_graphs.Network`."""
         assert states is not None
+        if states.ndim == 4:
+            states = self.head.combine(states.flatten(2))
         slots, end = seat.slots(tokens.shape[1]), seat.places.shape[0]
         made = self.head(0, tokens, states, Behind.within(slots, end, GivenSlots(seat.stores, slots, end)))
         last = made[:, -1:]
-        return self.head.logits(last)[:, 0], last
+        return self.head.own_logits(last)[:, 0], last
 
 
 def head_graphs(

@@ -19,6 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from slipstream.execution.names import CACHE
+from slipstream.kernels.packing import pack_layers, plain_weight
+from slipstream.kernels.quantization import Precision
 from slipstream.models.families import first_sentence
 from slipstream.models.heads.chains import Behind
 from slipstream.models.loading.dropped_tensors import read_record, read_tensors
@@ -28,6 +30,9 @@ LAYERS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
     "qwen3": (Qwen3Config, Qwen3DecoderLayer),
 }
 """The classes of the configuration and the layer, by the `model_type` of `transformer_layer_config`."""
+
+WEIGHTS, SCALE = Precision.named("int8"), "_scale"
+"""The precision of weights that are stored as whole numbers, and what the names of their scales end with."""
 
 WRITE = "give a folder or a hub name of an EAGLE-3 draft in the format of speculators or SpecForge"
 
@@ -159,9 +164,13 @@ class Eagle3(nn.Module):
             hidden = layer(hidden, position_ids=behind.positions, **attention_inputs)
         return self.norm(hidden) if self.settings.norm_output else hidden
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, n, vocabulary of the draft) of the next tokens."""
+        return self.lm_head(hidden if self.settings.norm_output else self.norm(hidden))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, n, vocabulary of the target), -inf for tokens outside the draft's vocabulary."""
-        own = self.lm_head(hidden if self.settings.norm_output else self.norm(hidden))
+        own = self.own_logits(hidden)
         if own.shape[-1] == self.vocab:
             return own
         blank = own.new_full((*own.shape[:-1], self.vocab), float("-inf"))
@@ -184,9 +193,14 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
             f"this one has {config.hidden_size} and {config.vocab_size}: use the target that it was trained for."
         )
     tensors = {_renamed(name): tensor for name, tensor in read_tensors(source, _needed).items()}
+    scales = {name: tensors.pop(name + SCALE).float() for name in list(tensors) if name + SCALE in tensors}
+    for name, scale in scales.items():
+        tensors[name] = tensors[name] * scale.repeat_interleave(WEIGHTS.group, 1)[:, : tensors[name].shape[1]]
     net = Eagle3(settings, settings.places(config.num_hidden_layers))
     _fill(net, tensors, source, target)
     net.to(target.device, target.dtype)
+    if scales:
+        pack_layers(net, WEIGHTS)
     net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, for weights of any dtype
     return net.eval()
 
@@ -217,8 +231,11 @@ def _fill(net: Eagle3, tensors: dict[str, Tensor], source: str | Path, target: A
         if net.settings.target_width != net.settings.layer.hidden_size:
             raise ValueError(f"{source} lacks the weights embed_tokens.weight: copy or download it again.")
         net.embed_tokens = _Shared(target.get_input_embeddings())
-    if "lm_head.weight" not in tensors:
-        net.lm_head = _Shared(target.get_output_embeddings(), net.targets)
+    head = target.get_output_embeddings()
+    if "lm_head.weight" not in tensors and size == net.vocab:
+        net.lm_head = _Shared(head)
+    elif "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = plain_weight(head)[net.targets]
     try:
         missing, extra = net.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
@@ -230,12 +247,12 @@ def _fill(net: Eagle3, tensors: dict[str, Tensor], source: str | Path, target: A
 
 
 class _Shared(nn.Module):
-    """A layer of the target that is not a submodule, so its weights are not moved; returns only the outputs `kept`."""
+    """A layer of the target that is not a submodule, so its weights are not moved."""
 
-    def __init__(self, layer: nn.Module, kept: Tensor | None = None) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self._layer, self._kept = [layer], kept
+        self._layer = [layer]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out = self._layer[0](inputs)
-        return out if self._kept is None else out[..., self._kept.to(out.device)]
+        out: Tensor = self._layer[0](inputs)
+        return out

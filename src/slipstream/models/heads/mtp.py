@@ -38,6 +38,7 @@ class MtpHeads:
     """
 
     places: tuple[int, ...] = (LAST,)
+    targets = None
 
     def __init__(self, layers: Any, target: PreTrainedModel) -> None:
         """Wrap transformers' MtpModel `layers` of a target. Raises ValueError if their state cannot be rolled back."""
@@ -79,6 +80,8 @@ class MtpHeads:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, n, vocabulary), by the model's own head."""
         return self.network._project_to_logits(hidden)
+
+    own_logits = logits
 
 
 def load_mtp(model: PreTrainedModel, name: str) -> MtpHeads:

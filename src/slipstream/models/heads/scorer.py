@@ -54,8 +54,17 @@ class Head(Protocol):
         """Combine the target's states (rows, n, width of all places) -> the network's input (rows, n, width)."""
         ...
 
+    @property
+    def targets(self) -> Tensor | None:
+        """The ids in the target's vocabulary of the tokens that it drafts, in rising order; None for all."""
+        ...
+
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
         """Run layer `step` on tokens (rows, n) and the states before them -> states (rows, n, width)."""
+        ...
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, n, drafted tokens) of the next tokens."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -239,7 +248,8 @@ class HeadScorer(OnMemory):
         texts.reserve(width + sum(graphs.steps(wish)), 0, rows)
         last = torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed])
         slots = fed_slots(torch.tensor(texts.lengths[:rows]), last, width).to(self.device)
-        room = Room(texts.lengths[:rows], texts.end, texts.taking_part, None, self._target_states(slots))
+        states = self._states.of(slots - 1).unflatten(-1, (len(self.head.places), -1))
+        room = Room(texts.lengths[:rows], texts.end, texts.taking_part, None, states)
         if (drafted := graphs.run(wish, room)) is None:
             return None
         read = [have + len(fed) for have, fed in zip(texts.lengths, wish.fed, strict=False)]
