@@ -13,6 +13,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.cache.stores import Int8Store
+from slipstream.execution.native import Native
 from slipstream.execution.programs import Program
 from slipstream.kernels.cpu import kernel_missing
 
@@ -67,10 +68,15 @@ def test_trees_and_forks_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("programs", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_changes_no_bit_in_a_hundred_prompts(kind: str, compiled: bool) -> None:
-    assert differences(slipstream.load(batch_size=ROWS, compile=compiled, **KINDS[kind]), 100, 24) == 0
+def test_a_draft_changes_no_bit_in_a_hundred_prompts(
+    kind: str, programs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs, and by the models' own code."""
+    if not programs:
+        monkeypatch.setattr(Native, "run", lambda *inputs, **options: None)
+    assert differences(slipstream.load(batch_size=ROWS, **KINDS[kind]), 100, 24) == 0
 
 
 def test_a_scale_for_all_tokens_of_a_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
