@@ -8,6 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels import attention
 from slipstream.kernels.cpu import kernel_missing, panel_attention
+from slipstream.kernels.packing import packed
+from toys import FAMILIES, tiny
 
 built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 TYPES = [torch.float32, torch.bfloat16]
@@ -118,6 +120,15 @@ def test_hidden_slots_may_hold_anything_and_seen_ones_tell() -> None:
     assert torch.equal(panel_attention(queries, keys, values, hidden, 0.2), expected)
     assert torch.equal(expected[:, :2], before[:, :2])
     assert panel_attention(queries, keys, values, mask, 0.2)[:, 2].isnan().all()
+
+
+@built
+def test_a_model_keeps_our_attention_with_packed_layers() -> None:
+    """Code that tests for torch's attention would keep that, so our own code must not look like it."""
+    model = packed(tiny(FAMILIES["llama"]))
+    assert model.config._attn_implementation == attention.NAME
+    model.set_attn_implementation("sdpa")
+    assert packed(model).config._attn_implementation == attention.NAME
 
 
 @built

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -33,6 +33,13 @@ def attend_by_kernel(model: PreTrainedModel) -> None:
     usual = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
     if usual and not _asks_for_torch(model):
         model.set_attn_implementation(NAME)
+
+
+def layers_attend_by_kernel(network: nn.Module) -> None:
+    """Make the layers of a network that is not a model of transformers use our kernel in place of torch's attention."""
+    for config in (getattr(part, "config", None) for part in network.modules()):
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+            config._attn_implementation = NAME
 
 
 def _asks_for_torch(model: PreTrainedModel) -> bool:

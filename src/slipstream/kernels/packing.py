@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.kernels.attention import NAME as ATTENTION
-from slipstream.kernels.attention import attend_by_kernel
+from slipstream.kernels.attention import attend_by_kernel, layers_attend_by_kernel
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear, quantized_rows
 from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
 from slipstream.kernels.placement import why_in_parts
@@ -268,9 +267,7 @@ def pack_layers(network: nn.Module, precision: Precision | None = None) -> None:
     fit = all(layer.weight.device.type == "cpu" and layer.weight.dtype in PACKED_DTYPES for _, layer in places)
     if not places or not fit or kernel_missing() is not None:
         return
-    for config in (getattr(part, "config", None) for part in network.modules()):
-        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
-            config._attn_implementation = ATTENTION
+    layers_attend_by_kernel(network)
     sizes = (precision.bytes_of(*_shape(each)) if precision else panel_bytes(each.weight) for _, each in places)
     stretch = Stretch(sum(sizes))
     for name, layer in places:
