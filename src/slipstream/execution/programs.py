@@ -67,10 +67,14 @@ class Program:
         self._program: int = torch.ops.slipstream.program(words)
         finalize(self, torch.ops.slipstream.forget_program, words, self._program).atexit = False
         self._parts = list(_parts(steps))
+        alike: dict[tuple[Size, ...], list[int]] = {}
+        for place, array in enumerate(recording.inputs):
+            alike.setdefault(array.sizes, []).append(place)
+        self._alike = list(alike.items())
 
     def __call__(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         """Run the function -> its outputs. Raises ValueError for inputs of other sizes than those recorded."""
-        tensors = list(_tensors(inputs))
+        tensors = _tensors(inputs, [])
         symbols = self._symbols(tensors)
         products = [1]  # of every set of sizes, by the bits of the set
         for symbol in symbols:
@@ -99,16 +103,21 @@ class Program:
 
     def _symbols(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the sizes that vary, by name."""
+        if len(tensors) != len(self._recording.inputs):
+            raise ValueError(f"{len(tensors)} inputs do not fit the program, which has {len(self._recording.inputs)}")
         found: list[int] = [-1] * len(self._recording.names)
-        for tensor, array in zip(tensors, self._recording.inputs, strict=True):
-            shape = tensor.shape
-            for size, (number, mask) in zip(shape, array.sizes, strict=True):
+        shapes = [tensor.shape for tensor in tensors]
+        for sizes, alike in self._alike:  # the stores of all layers have the same sizes
+            shape, everyone = shapes[alike[0]], [shapes[place] for place in alike]
+            for size, (number, mask) in zip(shape, sizes, strict=True):
                 if mask and found[mask.bit_length() - 1] < 0:
                     found[mask.bit_length() - 1] = size
                 elif size != (found[mask.bit_length() - 1] if mask else number):
                     raise ValueError(f"an input of shape {tuple(shape)} does not fit the program")
-            if not tensor.is_contiguous():
-                raise ValueError("an input is not contiguous")
+            if everyone.count(shape) < len(alike):
+                raise ValueError(f"inputs of the shapes {[*map(tuple, everyone)]} do not fit the program together")
+        if not all(map(Tensor.is_contiguous, tensors)):
+            raise ValueError("an input is not contiguous")
         return found
 
     def _call(
@@ -137,16 +146,16 @@ class Program:
                 tensor(array).copy_(result)
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists and dictionaries; torch's own function for it takes longer."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, tuple | list):
-        for each in inputs:
-            yield from _tensors(each)
-    elif isinstance(inputs, dict):
-        for each in inputs.values():
-            yield from _tensors(each)
+def _tensors(inputs: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
+    """Append the tensors of nested tuples, lists and dictionaries to a list; torch's function for it takes longer."""
+    for each in inputs:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            _tensors(each, found)
+        elif isinstance(each, dict):
+            _tensors(each.values(), found)
+    return found
 
 
 def _values(sizes: Iterable[Size], products: Sequence[int]) -> list[int]:

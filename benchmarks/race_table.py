@@ -1,0 +1,194 @@
+"""The tables of a race (`race.py`): speeds, bars, first tokens and memory, plans; and where they are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"<!-- race: (?P<name>[\w -]+) -->\n.*?<!-- end -->", re.S)
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "gguf.md")
+OURS, PLAIN = "slipstream", "plain"
+Found = dict[str, Any]
+Cell = tuple[int, float]
+"""The rows that run together, and the temperature."""
+
+
+class Speeds:
+    """The speeds of a race's ways on one model, in laps."""
+
+    def __init__(self, found: Found, model: str) -> None:
+        self.laps: dict[tuple[str, str], dict[Cell, dict[int, float]]] = {}
+        self.runs = [run for run in found["runs"] if run["model"] == model]
+        for run in self.runs:
+            cells = self.laps.setdefault((run["program"], run["way"]), {})
+            laps = cells.setdefault((run["rows"], run["temperature"]), {})
+            laps[run["lap"]] = run["tokens"] / run["seconds"]
+        self.cells = sorted({(run["rows"], run["temperature"]) for run in self.runs})
+
+    def of(self, program: str, way: str, cell: Cell) -> float | None:
+        """Return the median speed in a cell; None if it was not measured."""
+        laps = self.laps.get((program, way), {}).get(cell)
+        return median(laps.values()) if laps else None
+
+    def best(self, cell: Cell, mine: bool, plain: bool | None = None) -> float | None:
+        """Return the best median in a cell, of our ways or of the others', of plain or drafted decoding, or of any."""
+        kinds = [
+            (program, way)
+            for program, way in self.laps
+            if (program == OURS) == mine and plain in (None, way == PLAIN) and (not mine or not way.endswith("auto"))
+        ]
+        speeds = [speed for kind in kinds if (speed := self.of(*kind, cell)) is not None]
+        return max(speeds, default=None)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+def speed_table(found: Found, model: str) -> str:
+    """Return tokens per second by program and way, a column for each cell; the ratio is to the best of the others."""
+    speeds, rows = Speeds(found, model), []
+    head = [f"T = {heat:g}, {rows} text{'s' if rows > 1 else ''}" for rows, heat in speeds.cells]
+    for program, way in speeds.laps:
+        row = [f"{program}, {said(way)}"]
+        for cell in speeds.cells:
+            own, best = speeds.of(program, way, cell), speeds.best(cell, False)
+            over = f" ({own / best:.2f})" if own and best and program == OURS else ""
+            row.append("-" if own is None else f"{own:.0f}{over}")
+        rows.append(row)
+    return markdown([f"{model}: tokens/s (over the best of the others)", *head], rows)
+
+
+def said(way: str) -> str:
+    """Return a way for readers."""
+    draft, _, gamma = way.partition("@")
+    return PLAIN if draft == PLAIN else f"{draft.replace('|', ' or ')}, gamma {gamma}"
+
+
+def bars(found: Found, model: str) -> Iterator[list[str]]:
+    """Yield the bars of a model: what, where, its limit and what was measured."""
+    speeds = Speeds(found, model)
+    for cell in speeds.cells:
+        plain, others = speeds.best(cell, True, True), speeds.best(cell, False)
+        auto = [way for program, way in speeds.laps if program == OURS and way.endswith("auto")]
+        automatic = speeds.of(OURS, auto[0], cell) if auto else None
+        for what, least, value, over in (
+            ("plain / the others' best plain", 1.0, plain, speeds.best(cell, False, True)),
+            ("best draft / the others' best of any kind", 1.3, speeds.best(cell, True, False), others),
+            ("gamma auto / plain", 0.98, automatic, plain),
+            ("gamma auto / best of ours", 0.95, automatic, speeds.best(cell, True)),
+        ):
+            if value and over:
+                where = f"{model}, {cell[0]} text{'s' if cell[0] > 1 else ''}, T = {cell[1]:g}"
+                yield [what, where, f">= {least:g}", f"{value / over:.2f}", "yes" if value / over >= least else "no"]
+
+
+def first_table(found: Found) -> str:
+    """Return the seconds from the imports to the first token in fresh processes, and the memory then."""
+    groups: dict[tuple[str, str], list[Found]] = {}
+    for run in found["first"]:
+        groups.setdefault((run["model"], run["program"]), []).append(run)
+    rows = []
+    for (model, program), runs in groups.items():
+        first = median(run["loading"] + run["token"] for run in runs)
+        times = [f"{first:.2f}", f"{median(run['imports'] for run in runs):.1f}"]
+        rows.append(
+            [model, program, *times, *(f"{median(run[key] for run in runs):.0f}" for key in ("resident", "peak"))]
+        )
+    return markdown(["model", "program", "imports to first token, s", "imports, s", "resident, MB", "peak, MB"], rows)
+
+
+def plan_table(found: Found) -> str:
+    """Return the speed-ups that plans predicted beside those of the race, the target's prefill left out of both."""
+    rows = []
+    for plan in found["plans"]:
+        speed = {
+            way: median(
+                run["tokens"] / (sum(run["own"]["seconds"].values()) - run["own"]["seconds"].get("prefill", 0))
+                for run in found["runs"]
+                if run["program"] == OURS and run["way"] == way and run["rows"] == 1
+                and all(run[name] == plan[name] for name in ("model", "temperature"))
+            )
+            for way in (PLAIN, plan["way"])
+        }  # fmt: skip
+        measured = speed[plan["way"]] / speed[PLAIN]
+        interval = f"{plan['predicted']:.2f} ({plan['low']:.2f}-{plan['high']:.2f})"
+        difference = f"{100 * (measured / plan['predicted'] - 1):+.0f} %"
+        rows.append(
+            [plan["model"], said(plan["way"]), f"{plan['temperature']:g}", interval, f"{measured:.2f}", difference]
+        )
+    return markdown(["model", "draft", "T", "predicted, x plain", "measured", "difference"], rows)
+
+
+def texts(found: Found) -> str:
+    """Return how many greedy texts of ours are those of our plain decoding, by way."""
+    lines = []
+    for model in models(found):
+        runs = [run for run in Speeds(found, model).runs if run["program"] == OURS and run["temperature"] == 0]
+        plain = next((run["texts"] for run in runs if run["way"] == PLAIN), None)
+        drafted = [run["texts"] for run in runs if run["way"] != PLAIN]
+        if plain and drafted:
+            same = sum(left == right for each in drafted for left, right in zip(each, plain, strict=True))
+            lines.append(
+                f"{model}: {same} of {len(plain) * len(drafted)} drafted texts of ours are those of plain decoding."
+            )
+    return "\n".join(lines)
+
+
+def models(found: Found) -> list[str]:
+    """Return the models of a race, in its order."""
+    return list(dict.fromkeys(run["model"] for run in found["runs"]))
+
+
+def place(found: Found) -> str:
+    """Return the line below the tables: machine, versions, laps, and how busy it was."""
+    settings, runs = found["settings"], found["runs"]
+    facts, laps = settings["machine"], 1 + max(run["lap"] for run in runs)
+    busy = max(run["busy"] for run in runs)
+    about = "; ".join(f"{each}" for each in dict.fromkeys(found["about"].values()))
+    what = f"{settings['limit']} prompts x {settings['count']} tokens, {laps} laps, load {busy:g} at most"
+    machine = f"{facts['cpu']}, {settings['threads']} threads"
+    return f"*{machine}; {what}; {about}; source {facts['build']}.* `python benchmarks/race.py`"
+
+
+def bar_table(found: Found) -> str:
+    rows = [row for model in models(found) for row in bars(found, model)]
+    return markdown(["what", "where", "bar", "measured", "reached"], rows)
+
+
+def speed_tables(found: Found) -> str:
+    return "\n\n".join(speed_table(found, model) for model in models(found))
+
+
+TABLES: dict[str, Callable[[Found], str]] = {
+    "speed": lambda found: speed_table(found, models(found)[0]),
+    "speeds": speed_tables,
+    "bars": bar_table,
+    "first": first_table,
+    "plans": plan_table,
+}
+"""The tables by the names in the marks `<!-- race: NAME -->`."""
+
+
+def report(found: Found) -> str:
+    """Return everything."""
+    parts = [TABLES[name](found) for name in ("speeds", "bars", "first", "plans")]
+    return "\n\n".join((*parts, texts(found), place(found)))
+
+
+def filled(text: str, found: Found) -> str:
+    """Return a document with its tables of the race written again."""
+    return MARKED.sub(
+        lambda mark: f"<!-- race: {mark['name']} -->\n{TABLES[mark['name']](found)}\n\n{place(found)}\n<!-- end -->",
+        text,
+    )
+
+
+def write(found: Found) -> None:
+    """Write the tables into the documents."""
+    for path in DOCUMENTS:
+        path.write_text(filled(path.read_text(encoding="utf-8"), found), encoding="utf-8")
