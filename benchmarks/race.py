@@ -28,12 +28,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import measurements
 import race_models
 import race_table
-from measurements import RESULTS, digest
+import tables
 from race_models import MODELS, PROGRAMS, Entry
 
 PEERS = Path(__file__).parent / "peers"
@@ -122,31 +124,39 @@ class Book:
     """The file of all runs, which is written after each, so that an interrupted race goes on."""
 
     path: Path
-    found: Found
+    record: Found
 
     @classmethod
-    def open(cls, path: Path, settings: Found) -> Book:
-        """Read the file, or begin it. Exits if it is of other settings."""
-        found = json.loads(path.read_text()) if path.exists() else {}
-        kept = found.setdefault("settings", settings)
-        if other := [name for name in settings if kept.get(name) != settings[name]]:
-            sys.exit(
-                f"{path} was measured with other {', '.join(other)}: give --json another file, or remove this one."
-            )
-        for part in ("about", "runs", "first", "plans"):
-            found.setdefault(part, {} if part == "about" else [])
-        return cls(path, found)
+    def open(cls, path: Path, settings: Found, facts: Found) -> Book:
+        """Read the file, or begin it. Exits if it is of other settings, or of another machine or build."""
+        record = json.loads(path.read_text()) if path.exists() else {}
+        kept = record.setdefault("machine", facts), record.setdefault("settings", settings)
+        for mine, its in ((facts, kept[0]), (settings, kept[1])):
+            if other := [name for name in mine if its.get(name) != mine[name]]:
+                sys.exit(f"{path} was measured with other {', '.join(other)}: give another --json, or remove the file.")
+        begun = {"about": {}, "runs": [], "first": [], "plans": []}
+        record |= {"date": datetime.now(UTC).date().isoformat(), "commands": ["python " + command()]}
+        record.setdefault("figures", [begun])
+        return cls(path, record)
+
+    @property
+    def found(self) -> Found:
+        found: Found = self.record["figures"][0]
+        return found
 
     def has(self, part: str, **key: Any) -> bool:
         return any(all(run.get(name) == value for name, value in key.items()) for run in self.found[part])
 
     def add(self, part: str, key: Found, **figures: Any) -> None:
         self.found[part].append({**key, **figures, "busy": round(os.getloadavg()[0], 1)})
-        self.save()
-
-    def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
+
+
+def command() -> str:
+    """Return the command without the folders of this machine."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:] if word != "--write")
+    return " ".join(("benchmarks/race.py", *words))
 
 
 def first_tokens(name: str, entries: Sequence[Entry], prompt: list[int], book: Book, args: argparse.Namespace) -> None:
@@ -227,16 +237,17 @@ def main() -> None:
         race_models.prepare(args.models, args.only)
     if args.laps:
         measured(args)
-    found = json.loads(args.json.read_text())
     if args.write:
-        race_table.write(found)
-    print(race_table.report(found))
+        tables.write()
+    if args.json.exists():
+        print(race_table.report(json.loads(args.json.read_text())))
 
 
 def measured(args: argparse.Namespace) -> None:
     """Race every model that is asked for."""
-    settings = {"count": args.count, "threads": args.threads, "machine": machine(), "limit": args.limit}
-    book, began = Book.open(args.json, settings), time.monotonic()
+    settings = {"count": args.count, "prompts": args.limit}
+    facts = {**measurements.machine(), "threads": args.threads}
+    book, began = Book.open(args.json, settings, facts), time.monotonic()
     for place, name in enumerate(args.only):
         entries = list(field_of(name, args))
         prompts = race_models.prompts(MODELS[name], args.models, args.prompts, args.limit)
@@ -256,21 +267,6 @@ def field_of(name: str, args: argparse.Namespace) -> Iterator[Entry]:
                 print(f"{entry.label} is left out on {name}: there is no {entry.model}", file=sys.stderr)
 
 
-def machine() -> Found:
-    """Return the facts of the machine and of the build."""
-    import torch
-    import transformers
-    from levels import processor
-
-    return {
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "build": digest(),
-    }
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("build/race"), help="the folder of the models' files")
@@ -288,7 +284,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=3, help="fresh processes of each program")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds, start-ups included")
-    parser.add_argument("--json", type=Path, default=RESULTS / "race.json")
+    parser.add_argument("--json", type=Path, default=measurements.RESULTS / "race.json")
     parser.add_argument("--write", action="store_true", help="write the tables into the documents")
     parser.add_argument("--verbose", action="store_true", help="show what the programs write")
     return parser.parse_args()

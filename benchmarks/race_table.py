@@ -1,18 +1,13 @@
-"""The tables of a race (`race.py`): speeds, bars, first tokens and memory, plans; and where they are written."""
+"""The tables of a race (`race.py`): speeds, bars, first tokens and memory, and what plans predicted."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-MARKED = re.compile(r"<!-- race: (?P<name>[\w -]+) -->\n.*?<!-- end -->", re.S)
-DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "gguf.md")
 OURS, PLAIN = "slipstream", "plain"
-Found = dict[str, Any]
+Found = Mapping[str, Any]
 Cell = tuple[int, float]
 """The rows that run together, and the temperature."""
 
@@ -144,15 +139,10 @@ def models(found: Found) -> list[str]:
     return list(dict.fromkeys(run["model"] for run in found["runs"]))
 
 
-def place(found: Found) -> str:
-    """Return the line below the tables: machine, versions, laps, and how busy it was."""
-    settings, runs = found["settings"], found["runs"]
-    facts, laps = settings["machine"], 1 + max(run["lap"] for run in runs)
-    busy = max(run["busy"] for run in runs)
-    about = "; ".join(f"{each}" for each in dict.fromkeys(found["about"].values()))
-    what = f"{settings['limit']} prompts x {settings['count']} tokens, {laps} laps, load {busy:g} at most"
-    machine = f"{facts['cpu']}, {settings['threads']} threads"
-    return f"*{machine}; {what}; {about}; source {facts['build']}.* `python benchmarks/race.py`"
+def programs(found: Found, laps: int) -> str:
+    """Return what raced, and how busy the machine was."""
+    about = "; ".join(dict.fromkeys(found["about"].values()))
+    return f"Medians of up to {laps} laps; load at most {max(run['busy'] for run in found['runs']):g}. {about}."
 
 
 def bar_table(found: Found) -> str:
@@ -160,35 +150,32 @@ def bar_table(found: Found) -> str:
     return markdown(["what", "where", "bar", "measured", "reached"], rows)
 
 
+def first_speed_table(found: Found) -> str:
+    """Return the speeds of the first model."""
+    return speed_table(found, models(found)[0])
+
+
 def speed_tables(found: Found) -> str:
-    return "\n\n".join(speed_table(found, model) for model in models(found))
+    """Return the speeds of every model, what raced, and how many of our texts are the same."""
+    laps = 1 + max(run["lap"] for run in found["runs"])
+    return "\n\n".join((*(speed_table(found, model) for model in models(found)), programs(found, laps), texts(found)))
 
 
-TABLES: dict[str, Callable[[Found], str]] = {
-    "speed": lambda found: speed_table(found, models(found)[0]),
-    "speeds": speed_tables,
-    "bars": bar_table,
-    "first": first_table,
-    "plans": plan_table,
+def table(make: Callable[[Found], str]) -> Callable[[Found], str]:
+    """Return the function that makes a table from the record of a race."""
+    return lambda record: make(record["figures"][0])
+
+
+TABLES = {
+    "speed": table(first_speed_table),
+    "race": table(speed_tables),
+    "race-bars": table(bar_table),
+    "first-tokens": table(first_table),
+    "race-plans": table(plan_table),
 }
-"""The tables by the names in the marks `<!-- race: NAME -->`."""
+"""The tables by their names in documents; each is made from the record of a race."""
 
 
-def report(found: Found) -> str:
-    """Return everything."""
-    parts = [TABLES[name](found) for name in ("speeds", "bars", "first", "plans")]
-    return "\n\n".join((*parts, texts(found), place(found)))
-
-
-def filled(text: str, found: Found) -> str:
-    """Return a document with its tables of the race written again."""
-    return MARKED.sub(
-        lambda mark: f"<!-- race: {mark['name']} -->\n{TABLES[mark['name']](found)}\n\n{place(found)}\n<!-- end -->",
-        text,
-    )
-
-
-def write(found: Found) -> None:
-    """Write the tables into the documents."""
-    for path in DOCUMENTS:
-        path.write_text(filled(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+def report(record: Found) -> str:
+    """Return all tables."""
+    return "\n\n".join(make(record) for name, make in TABLES.items() if name != "speed")

@@ -5,7 +5,8 @@ python benchmarks/tables.py --check    # fail if a document is not what would be
 python benchmarks/tables.py --measure --prompts HumanEval.jsonl.gz --news NEWS.txt [--only NAME ...]
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`, with machine, build, date and commands below it. With
-`--measure`, `measurements.py` runs first; that takes about an hour, and nothing else should run. The prompts are
+`--measure`, `measurements.py` runs first; that takes about an hour, and nothing else should run. `race.py` measures the
+tables of the race, alone, because it needs other programs. The prompts are
 HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, of any prose. transformers'
 server needs `pip install accelerate`.
 """
@@ -21,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import bars
 import kernel
+import race_table
 from measurements import HERE, MEASUREMENTS, ROOT, measure, records
 
 DOCUMENTS = (ROOT / "README.md", HERE / "RESULTS.md")
@@ -44,35 +45,6 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 # ---- the tables -------------------------------------------------------------------------------------------------
-
-
-def title(row: Record) -> str:
-    """Return the name of a contender of a race, with its execution (eager or compiled)."""
-    return f"{row['contender']}, {row['execution']}" if row["execution"] else str(row["contender"])
-
-
-def speed_table(record: Record) -> str:
-    """Return the table of tokens per second of a cost-padded pair, with a column per temperature."""
-    rows = record["figures"][0]["race"]
-    heats = sorted({row["temperature"] for row in rows})
-    by_name: dict[str, dict[float, Record]] = {}
-    for row in rows:
-        by_name.setdefault(title(row), {})[row["temperature"]] = row
-    head = ["tokens per second"]
-    for heat in heats:
-        alpha = next(row["alpha"] for row in rows if row["temperature"] == heat and row["alpha"] is not None)
-        head.append(f"temperature {heat:g} (alpha {alpha:.2f})")
-    order = sorted(by_name, key=lambda name: -by_name[name][heats[0]]["tokens_per_second"]["median"])
-    return markdown(head, [[name, *(speed_cell(by_name[name].get(heat)) for heat in heats)] for name in order])
-
-
-def speed_cell(row: Record | None) -> str:
-    """Return a speed, with its ratio to that of transformers' generate."""
-    if row is None:
-        return "-"
-    ratio = row["ratio_to_transformers"]
-    over = f" ({ratio['median']:.2f} x generate)" if ratio and row["contender"] != "transformers generate" else ""
-    return f"{row['tokens_per_second']['median']:.0f}{over}"
 
 
 def bench_table(record: Record) -> str:
@@ -105,22 +77,6 @@ def bench_table(record: Record) -> str:
         "tokens per target call",
     ]
     return markdown([*head, "ms per round: draft + target + accept + rest", "overhead"], rows)
-
-
-def bars_table(record: Record) -> str:
-    """Return the table of every bar with the measured figure."""
-    lines = bars.table(record["figures"][0]).splitlines()
-    return "\n".join(line for line in lines if line.startswith("|"))
-
-
-def passes_table(record: Record) -> str:
-    """Return the table of milliseconds of a pass over one token and over six, of target and draft."""
-    steps = record["figures"][0]["steps"]
-    rows = []
-    for what, times in steps.items():
-        six = times[str(bars.ROWS)]
-        rows.append([what, number(times["1"], 1), number(six, 1), number(six / times["1"])])
-    return markdown(["a pass of", "one token, ms", "six tokens of a row, ms", "six / one"], rows)
 
 
 def rules_table(record: Record) -> str:
@@ -296,10 +252,8 @@ def waits_table(record: Record) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "speed": ("bars", speed_table),
+    **{name: ("race", make) for name, make in race_table.TABLES.items()},
     "bench": ("bench", bench_table),
-    "bars": ("bars", bars_table),
-    "passes": ("bars", passes_table),
     "rules": ("rules", rules_table),
     "beams": ("beams", beams_table),
     "exact-shape": ("exact_shape", exact_shape_table),
@@ -322,7 +276,8 @@ def section(name: str, found: Mapping[str, Record]) -> str:
         raise ValueError(f"there is no table {name}: the tables are {', '.join(TABLES)}.")
     source, write = TABLES[name]
     if source not in found:
-        return "*Not measured with this build yet: `make figures` does it. Earlier ones: see its history.*\n"
+        how = "python benchmarks/race.py" if source == "race" else "make figures"
+        return f"*Not measured with this build yet: `{how}` does it. Earlier ones: see its history.*\n"
     return f"{write(found[source])}\n\n{place(found[source])}\n"
 
 
@@ -379,10 +334,15 @@ def main() -> None:
         for each in MEASUREMENTS:
             if args.only is None or each.name in args.only:
                 print(f"wrote {measure(each, args.prompts.absolute(), args.news.absolute())}", file=sys.stderr)
-    found = records()
     if args.check:
-        wrong = faults({path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}, found)
+        wrong = faults({path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}, records())
         sys.exit("\n".join(wrong) or 0)
+    write()
+
+
+def write() -> None:
+    """Write the tables of all documents."""
+    found = records()
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text(encoding="utf-8"), found), encoding="utf-8")
 

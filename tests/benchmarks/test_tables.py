@@ -55,13 +55,35 @@ def record(figures: Any, **machine: Any) -> dict[str, Any]:
     return {"date": "2026-01-01", "machine": MACHINE | machine, "commands": ["python x.py"], "figures": [figures]}
 
 
-RACE = [
-    result("slipstream speculative", 200, execution="compiled"),
-    result("transformers generate", 50),
-    result("slipstream speculative", 150, 1.0, "compiled"),
-    result("transformers generate", 50, 1.0),
+RACE = [result("slipstream speculative", 200, execution="compiled"), result("transformers generate", 50)]
+
+
+def run(program: str, way: str, seconds: float, lap: int = 0, **more: Any) -> dict[str, Any]:
+    """A run of a race: 100 tokens."""
+    place = {"model": "m", "program": program, "way": way, "rows": 1, "temperature": 0.0, "lap": lap}
+    return {**place, "seconds": seconds, "tokens": 100, "texts": [1, 2], "busy": 0.5, "own": {"seconds": {}}} | more
+
+
+RUNS = [
+    run("slipstream", "plain", 2, own={"seconds": {"prefill": 1, "target": 1}}),
+    run("slipstream", "lookup@5", 1, texts=[1, 3], own={"seconds": {"prefill": 0.5, "target": 0.5}}),
+    run("slipstream", "lookup@auto", 2.5),
+    run("llama.cpp", "plain", 4),
+    run("llama.cpp", "plain", 5, 1),
+    run("llama.cpp", "plain", 40, 2),
 ]
-FOUND = {"bars": record({"race": RACE}), "bench": record({"rows": RACE})}
+PLANNED = {"model": "m", "way": "lookup@5", "temperature": 0.0, "predicted": 1.6, "low": 1.5, "high": 1.7}
+START = {
+    "model": "m",
+    "program": "llama.cpp",
+    "imports": 0.1,
+    "loading": 0.3,
+    "token": 0.2,
+    "resident": 200,
+    "peak": 300,
+}
+RACED = {"runs": RUNS, "about": {"slipstream": "slipstream 1"}, "first": [START], "plans": [PLANNED]}
+FOUND = {"race": record(RACED), "bench": record({"rows": RACE})}
 
 
 def test_the_documents_hold_what_was_measured(tables: Any) -> None:
@@ -73,11 +95,10 @@ def test_the_documents_hold_what_was_measured(tables: Any) -> None:
 
 def test_a_table_that_was_changed_and_one_that_nobody_writes_are_found(tables: Any) -> None:
     text = tables.filled("# A\n<!-- table: speed -->\n<!-- end -->\n", FOUND)
-    assert "| slipstream speculative, compiled | 200 (4.00 x generate) | 150 (3.00 x generate) |" in text
-    assert "| transformers generate | 50 | 50 |" in text and "temperature 1 (alpha 0.80)" in text
+    assert "| slipstream, lookup, gamma 5 | 100 (5.00) |" in text and "| llama.cpp, plain | 20 |" in text
     assert "a processor, 2 cores" in text and "2026-01-01" in text and "`python x.py`" in text and "source abc" in text
     assert tables.faults({"A": text}, FOUND) == []
-    assert tables.faults({"A": text.replace("200", "300")}, FOUND) == [
+    assert tables.faults({"A": text.replace("100 (5", "300 (5")}, FOUND) == [
         "A is not what `python benchmarks/tables.py` writes"
     ]
     by_hand = "\n| tokens per second | now |\n|---|---|\n| ours | 900 |\n"
@@ -103,6 +124,8 @@ def test_figures_of_two_builds_or_machines_do_not_stand_together(tables: Any, tm
     for name, kept in FOUND.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(kept))
     assert tables.records(tmp_path) == FOUND
+    (tmp_path / "race.json").write_text(json.dumps(record(RACED, cpu="another")))  # it is measured alone
+    tables.records(tmp_path)
     for fact in ("build", "cpu", "threads"):
         (tmp_path / "rules.json").write_text(json.dumps(record({}, **{fact: "another"})))
         with pytest.raises(ValueError, match=f"which differ in {fact}"):
@@ -122,7 +145,7 @@ def test_a_build_is_known_by_its_source(tables: Any, tmp_path: Path) -> None:
 
 def test_every_table_is_written_from_a_measurement(tables: Any) -> None:
     measured = {each.name for each in tables.MEASUREMENTS}
-    assert {source for source, _ in tables.TABLES.values()} == measured
+    assert {source for source, _ in tables.TABLES.values()} == measured | {"race"}
     files = {word for each in tables.MEASUREMENTS for command in each.commands for word in command if ".py" in word}
     assert all((BENCHMARKS.parent / file).is_file() for file in files)
 
@@ -203,14 +226,17 @@ CONTEXTS = {
             {"products": [], "quantized": [BYTES], "attentions": []},
             "| small | 6 | 2.00 (50) | 1.00 (50) |",
         ),
-        ("passes", {"steps": {"target eager": {"1": 10.0, "6": 12.0}}}, "| target eager | 10.0 | 12.0 | 1.20 |"),
         ("bench", {"rows": RACE}, "| 0 | transformers generate | 50 (50-50) | 1.00 | 1.00 | - | - | - | - |"),
         ("serving", WAITS, "| 16 | slipstream | 300 | 3.00 | 200 | 10 | 100 |"),
         ("waits", WAITS, "| one stream, server / library | 1.040 | by repetition 1.04 |"),
         ("waits", WAITS, "| 0.050 | 0.050 / 1.000 s; the same text as without the cache |"),
         ("contexts", CONTEXTS, "| 4096 | 3.00 | 4.00 | 0.75 |"),
         ("contexts", CONTEXTS, "| 4096 | 6 | 1000 | 5.0 | 0.50 |"),
-        ("bars", {"race": RACE}, "| <= 1.3 | not measured |"),
+        ("race", RACED, "m: 3 of 4 drafted texts of ours are those of plain decoding."),
+        ("race-bars", RACED, "| plain / the others' best plain | m, 1 text, T = 0 | >= 1 | 2.50 | yes |"),
+        ("race-bars", RACED, "| gamma auto / plain | m, 1 text, T = 0 | >= 0.98 | 0.80 | no |"),
+        ("first-tokens", RACED, "| m | llama.cpp | 0.50 | 0.1 | 200 | 300 |"),
+        ("race-plans", RACED, "| m | lookup, gamma 5 | 0 | 1.60 (1.50-1.70) | 2.00 | +25 % |"),
     ],
 )  # fmt: skip
 def test_tables_say_what_the_figures_say(tables: Any, name: str, figures: Any, line: str) -> None:
