@@ -183,13 +183,26 @@ def residual(p: Law, q: Law, weight: Tensor | None = None) -> Law:
     """
     if p.point:
         return p
-    rest = p.dense.clone() if weight is None else p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
     if q.tokens is not None:
-        rest.scatter_(-1, q.tokens.unsqueeze(-1), 0)  # w p(x) <= 1 = q(x)
-    else:
-        rest.sub_(q.dense).clamp_(min=0)
+        return Law(probs=without(p.dense.clone(), q.tokens, torch.tensor(True, device=p.device)))
+    rest = p.dense.clone() if weight is None else p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
+    rest.sub_(q.dense).clamp_(min=0)
     total = rest.sum(-1, keepdim=True)
     return Law(probs=torch.where(total > 0, rest / total, p.dense))
+
+
+def without(probs: Tensor, tokens: Tensor, refused: Tensor) -> Tensor:
+    """Return the residuals of laws (rows, n, vocab) after point masses at tokens (rows, n), in place.
+
+    w p(x) <= 1 = q(x), so x alone loses its weight, whatever w is. Laws that are not `refused`, and those without other
+    weight, stay as they are.
+    """
+    place = tokens.unsqueeze(-1)
+    own = probs.gather(-1, place)
+    probs.scatter_(-1, place, own.masked_fill(refused, 0))
+    total = probs.sum(-1, keepdim=True)
+    probs.scatter_add_(-1, place, own.masked_fill((total > 0) | ~refused, 0))
+    return probs.div_(total.masked_fill((total <= 0) | ~refused, 1))
 
 
 def beta(p: Law, q: Law) -> Tensor:
@@ -227,6 +240,8 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
         return Law(probs=kernels.following(p.dense, draft.law.dense, accepted, refused, weights))
     here = p.at(accepted)
     q = draft.law.at(accepted.clamp(max=draft.law.positions - 1))
+    if q.tokens is not None:
+        return Law(probs=without(here.dense, q.tokens, refused[:, None, None]))
     return Law(probs=torch.where(refused[:, None, None], residual(here, q, weight).dense, here.dense))
 
 
