@@ -19,18 +19,21 @@ torch.set_num_threads(1)
 
 # Derandomized: the examples depend on the test, and on the modules that are imported beside it, whose constants are
 # tried; no deadline: machines differ.
-settings.register_profile("house", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.register_profile("house", derandomize=True, deadline=None, max_examples=40, database=None)
 settings.load_profile("house")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the combinations of parameters that bring no new value of any parameter.
+    """Mark as slow the combinations of parameters that bring no new value of any parameter, and keep files together.
 
-    The fast tests try every value of every parameter at least once, the slow ones all combinations.
+    The fast tests try every value of every parameter at least once, the slow ones all combinations. One process runs a
+    whole file, so that what its tests share is made once, and all tests of the one server.
     """
     tried: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     for item in items:
+        served = {"server", "replicas", "conforming"} & set(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("server" if served else item.nodeid.split("::")[0]))
         case = getattr(item, "callspec", None)
         if case is None or item.get_closest_marker("slow"):
             continue

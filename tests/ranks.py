@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -14,9 +16,10 @@ SECONDS = 120
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that nobody listens at, below those that systems give to whoever asks for any."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(10_000, 32_000))) as listener:
+            return int(listener.getsockname()[1])
 
 
 def start(*command: str, size: int = 2, **more: str) -> list[subprocess.Popen[str]]:

@@ -10,8 +10,6 @@ from slipstream.core.stats import Stats
 from slipstream.models.loading.load import load_model, load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
 
-pytestmark = pytest.mark.xdist_group("demo")  # one reference
-
 PROMPTS = [
     "def mean(values):\n",
     'def is_prime(n):\n    """Return True if n is a prime number."""\n',

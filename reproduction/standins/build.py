@@ -15,10 +15,10 @@ from reproduction.standins.corpora import Pairs, crossed
 from reproduction.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
 from reproduction.standins.training import Example, Exercise, Plan, train, with_laws
 from slipstream.core.round import Round
+from slipstream.engine.freed_memory import keep_freed_memory
 from slipstream.engine.load import load
 from slipstream.files import atomic_write
 from slipstream.text.jsontext import json_text
-from slipstream.training.memory import keep_freed_memory
 
 TOGETHER = 32  # texts that the target answers in one batch
 

@@ -18,8 +18,6 @@ from reproduction.runs.speeds import Course, SpeedCosts
 from reproduction.standins import python_prompts
 from terminal import reproduce
 
-pytestmark = pytest.mark.xdist_group("tables")  # made once
-
 TINY = lab.Scale(40, 12, 4, Course(1, 2, 1), {published.TRANSLATION: RECIPE, published.SUMMARIES: RECIPE}, quick=True)
 NAMES = ("table2", "table3", "table4", "table5", "figure1", "figure5", "gamma", "iid")
 

@@ -608,7 +608,7 @@ def as_process(
     environment = {**os.environ, "PYTHONPATH": path, **(more or {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
     command = [*shell, sys.executable, "-m", "slipstream", *arguments]
-    return subprocess.run(command, env=environment, text=True, timeout=120, **streams)
+    return subprocess.run(command, env=environment, text=True, **streams)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -634,7 +634,7 @@ def test_a_full_disk_behind_standard_output(arguments: list[str], buffered: str)
 def test_streams_that_were_closed_before(closed: str, code: int, sentence: str) -> None:
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
     command = ["sh", "-c", f'exec "{sys.executable}" -m slipstream --version {closed}']
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, sentence)
     assert done.stdout == ("" if code else f"slipstream {slipstream.__version__}\n")
 
@@ -658,7 +658,7 @@ def test_a_reader_that_goes_away() -> None:
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
     command = [sys.executable, "-m", "slipstream", "--help"]
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=120)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
 

@@ -286,7 +286,7 @@ VERIFIERS: list[Verifier] = [
 ]
 
 
-@pytest.mark.parametrize("verifier", [*VERIFIERS[:2], *rare(*VERIFIERS[2:])], ids=lambda verifier: verifier.__name__)
+@pytest.mark.parametrize("verifier", [VERIFIERS[0], *rare(*VERIFIERS[1:])], ids=lambda verifier: verifier.__name__)
 def test_control_a_wrong_verifier_is_caught(verifier: Verifier) -> None:
     case = Case(PAIRS["generic"], (2,), verifier=verifier)
     assert total_variation(case.law(), plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG
@@ -300,7 +300,7 @@ def drop_what_looks_bad(draft: Draft) -> Draft:
     return replace(draft, lengths=(int(likely.long().cumprod(0).sum()),))
 
 
-@pytest.mark.parametrize("change", [flat, drop_what_looks_bad], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [flat, *rare(drop_what_looks_bad)], ids=lambda change: change.__name__)
 def test_control_a_dishonest_drafter_is_caught(change: Callable[[Draft], Draft]) -> None:
     case = Case(PAIRS["generic"], (2,), wrap=lambda drafter: Altered(drafter, change))
     assert total_variation(case.law(), plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG

@@ -118,13 +118,13 @@ def test_the_law_is_that_of_draws_without_replacement() -> None:
     law = law_of_best()
     assert math.fsum(law.values()) == pytest.approx(1)
     assert (END,) in law, "a text that ends early can be the best"
-    assert fit(searched(BEAMS, 4000), law) > RIGHT
+    assert fit(searched(BEAMS, 2000), law) > RIGHT
 
 
 def test_control_another_law_is_seen() -> None:
     """Of beams that are not drawn, and of beams at another temperature."""
     assert fit(searched(replace(BEAMS, do_sample=False), 400), law_of_best()) < WRONG
-    assert fit(searched(BEAMS, 4000, temperature=1.3), law_of_best()) < WRONG
+    assert fit(searched(BEAMS, 2000, temperature=1.6), law_of_best()) < WRONG
 
 
 # ---- beside transformers --------------------------------------------------------------------------------------------

@@ -88,10 +88,9 @@ def test_stop_strings_end_where_plain_decoding_would(engine: slipstream.Engine) 
 def test_coupled_text_is_the_same_for_every_gamma_and_batch(engine: slipstream.Engine) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "verify": "coupled", "seed": 7}
     want = texts(engine.generate(PROMPTS, plain=True, **settings))
-    for gamma in (0, 1, 7):
+    for gamma in (1, 7):
         assert texts(engine.generate(PROMPTS, gamma=gamma, **settings)) == want
-    for gamma in (0, 3):
-        assert [engine.generate(prompt, gamma=gamma, **settings)[0].text for prompt in PROMPTS] == want
+    assert [engine.generate(prompt, gamma=3, **settings)[0].text for prompt in PROMPTS] == want
 
 
 def test_ctrl_c_hands_over_what_was_produced(engine: slipstream.Engine) -> None:

@@ -29,7 +29,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "cpu":
         monkeypatch.setattr(capturing, "record", repeat)
         monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
-        monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
     elif not torch.cuda.is_available():
         pytest.skip("no GPU")
     return str(request.param)
@@ -170,14 +169,19 @@ def test_drafts_that_cannot_be_captured_go_token_by_token_after_one_warning(
     ("name", "options"),
     [
         ("llama", {}),
-        ("gemma3", {}),
         ("llama", {"draft": "window:8"}),
-        ("llama", {"draft": "lookup"}),
         ("llama", {"tree": (2, 2)}),
-        ("llama", {"gamma": "auto"}),
         ("t5", {}),
-        ("t5_gated", {"tree": (2, 1)}),
-        ("bart", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gemma3", {}),
+                ("llama", {"draft": "lookup"}),
+                ("llama", {"gamma": "auto"}),
+                ("t5_gated", {"tree": (2, 1)}),
+                ("bart", {}),
+            )
+        ),
     ],
 )
 def test_captured_engines_say_what_eager_ones_say(

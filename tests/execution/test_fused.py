@@ -18,7 +18,7 @@ from slipstream.execution.fused import Fused
 from slipstream.execution.graphs import GRAPHS
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
-from toys import FAMILIES, tiny
+from toys import FAMILIES, rare, tiny
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 """The first traces with symbolic sizes as the second does, and then runs what it traced."""
@@ -111,7 +111,7 @@ def test_fused_passes_give_the_eager_logits(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rounds", [ONE, THREE, pytest.param(LATE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [THREE, *rare(ONE, LATE)])
 def test_chains_of_fused_steps_are_what_token_by_token_would_have_been(
     monkeypatch: pytest.MonkeyPatch, device: str, rounds: Gammas, backend: str
 ) -> None:

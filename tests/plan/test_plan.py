@@ -51,7 +51,7 @@ from slipstream.plan.measure import Ledger, PlanTask, Sweep, sweep
 from slipstream.plan.planner import PlanSettings, make
 from slipstream.plan.predict import AcceptanceCounts, Outline, PlanCosts, Survival, emitting, states, survival
 from slipstream.theory import walltime_factor
-from toys import FAMILIES, HF_VOCAB, tiny
+from toys import FAMILIES, HF_VOCAB, rare, tiny
 
 # ---- processes with a clock -------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def test_a_perfect_draft_is_predicted_to_the_last_digit(clock: Clock) -> None:
     assert report.gammas == {1: 4} and report.draft == "copy"
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.9])
+@pytest.mark.parametrize("alpha", [0.5, *rare(0.9)])
 def test_known_alpha_is_found_and_the_prediction_holds(clock: Clock, alpha: float) -> None:
     """The draft always proposes token 0, which is kept with chance alpha. 12 texts x 30 tokens: 2 to 3 standard errors
     of about 0.04; the seed is fixed, so nothing here can fail by chance."""
@@ -805,7 +805,7 @@ def test_figures_need_no_torch() -> None:
     source = "import sys; sys.modules['torch'] = None; from slipstream.cli import main; main()"
     command = [sys.executable, "-c", source, "plan", "--alpha", "0.8", "--cost", "0.05", "--json"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert json.loads(done.stdout)["best"]["gamma"] == 8, done.stderr
 
 

@@ -88,13 +88,6 @@ class ServerProcess:
         self.process.stderr.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of one server run in one process, so that no other one starts it again."""
-    for item in items:
-        if {"server", "replicas", "conforming"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("server"))
-
-
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     """One server with the embedded pair for all tests of this folder that do not end it."""

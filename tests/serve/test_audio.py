@@ -23,8 +23,6 @@ from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, rare, tiny
 
-pytestmark = pytest.mark.xdist_group("audio")  # one server
-
 RATE = 16_000
 VOCABULARY = 4096
 END, ENGLISH, GERMAN, TRANSCRIBE, TRANSLATE, SILENT = range(VOCABULARY - 57, VOCABULARY - 51)

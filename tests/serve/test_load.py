@@ -181,7 +181,7 @@ def check_load(server: ServerProcess, engine: slipstream.Engine, count: int, sec
 
 
 def test_streams_are_not_lost_and_not_mixed_up(server: ServerProcess, engine: slipstream.Engine) -> None:
-    check_load(server, engine, 20, 0.5)
+    check_load(server, engine, 15, 0.5)
 
 
 @pytest.mark.slow

@@ -225,7 +225,7 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 
 
 def _train(distiller: Distiller) -> None:
-    from slipstream.training.memory import keep_freed_memory
+    from slipstream.engine.freed_memory import keep_freed_memory
 
     keep_freed_memory()
     total = distiller.settings.steps

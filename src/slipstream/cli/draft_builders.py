@@ -79,8 +79,8 @@ def datastore(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Bu
 
 def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     """Train heads on the frozen target, or go on with their training."""
+    from slipstream.engine.freed_memory import keep_freed_memory
     from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
-    from slipstream.training.memory import keep_freed_memory
 
     keep_freed_memory()
     check_folder(folder, FILES, params["force"], sources)

@@ -20,6 +20,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
+from slipstream.engine.freed_memory import give_back_freed_memory
 from slipstream.engine.generation import Generation, Piece
 from slipstream.engine.queued import QueueFull, Search, Times, Unavailable
 
@@ -31,6 +32,10 @@ CPU_CHUNK, CPU_GROWTH = 64, 4
 
 Running texts wait for that long; 256 tokens take little more than twice the time of 64.
 """
+
+
+REST = 1.0
+"""The seconds without work after which freed memory goes back to the system."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,10 @@ class Worker:
         """Refuse new requests from now on."""
         self._draining = True
 
+    def wake(self) -> None:
+        """Look for work; where there is none, freed memory goes back to the system soon."""
+        self._wake.set()
+
     def halt(self) -> None:
         """Abort the requests that have not ended, and end the thread after the present round."""
         self._draining = self._ending = True
@@ -326,7 +335,8 @@ class Worker:
         deliveries += self._aborted(now)
         if deliveries:
             self._send(deliveries)
-        if round is None and not self._scheduler.busy and not self._searches:
+        if round is None and not self._scheduler.busy and not self._searches and not self._wake.wait(REST):
+            give_back_freed_memory()
             self._wake.wait()
 
     def _follow(self, round: Round, place: int, now: float) -> tuple[Ticket, list[Piece]]:

@@ -6,6 +6,7 @@ kernels use torch through its stable ABI, so a library serves other versions of 
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -177,7 +178,10 @@ def _kept(level: Level) -> Path:
     if not library.exists():
         try:
             home.mkdir(parents=True, exist_ok=True)
-            build(level, brand(), library)
+            with library.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
+                if not library.exists():
+                    build(level, brand(), library)
         except OSError as error:
             raise RuntimeError(
                 f"{home} cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can be"

@@ -78,7 +78,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
     app.state.server = state
     for module in (completions, chat, responses, messages, infill, audio, models, page):
         app.include_router(module.router)
-    app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None))
+    app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None), on_large=state.worker.wake)
     if origins := state.settings.origins:  # before the gate: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from time import monotonic, time
-from typing import TextIO
+from typing import Any, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -38,6 +39,9 @@ REASON = 300
 IGNORED = 4096
 """The most characters of the header that names fields without effect."""
 
+LARGE_BODY = 1 << 20
+"""The bytes of a body beyond which the memory that it took is worth giving back."""
+
 BODY_SECONDS = 30.0
 """The longest wait for the next piece of a body."""
 
@@ -62,10 +66,15 @@ class AccessLog:
 
 
 class Gate:
-    """Passes requests on to the application `app`, and answers those that it refuses."""
+    """Passes requests on to the application `app`, and answers those that it refuses.
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, log: AccessLog) -> None:
-        self.app, self.settings, self.log = app, settings, log
+    `on_large` is called when a request with a large body has ended.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, log: AccessLog, on_large: Callable[[], object] = bool
+    ) -> None:
+        self.app, self.settings, self.log, self.on_large = app, settings, log, on_large
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,7 +104,7 @@ class Gate:
                     f"{headers['host']!r} is not a host of this server: start it with --allow-host, or keys."
                 )
             state["tenant"] = self._tenant(scope["path"], headers)
-            await self.app(scope, self._limited(receive, headers), answer)
+            await self.app(scope, self._limited(receive, headers, state), answer)
         except ServeError as error:
             if status:
                 raise
@@ -106,6 +115,8 @@ class Gate:
                 raise
             await _send(ServiceUnavailable("the server is shutting down: ask again later."), scope, receive, answer)
         finally:
+            if state.get("read", 0) > LARGE_BODY:
+                self.on_large()
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}
             details = state["call"].log_fields(self.settings.log_prompts) if "call" in state else {}
@@ -125,21 +136,23 @@ class Gate:
             )
         return tenant
 
-    def _limited(self, receive: Receive, headers: Headers) -> Receive:
+    def _limited(self, receive: Receive, headers: Headers, state: dict[str, Any]) -> Receive:
         """Return a `receive` that stops at the limit on bodies. Raises TooLarge, at once for an announced length."""
-        most, read, more = self.settings.limits.body_bytes, 0, True
+        most, more = self.settings.limits.body_bytes, True
+        state["read"] = 0
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > most:
             raise TooLarge(f"the body has {announced} bytes, but at most {most} are taken.")
 
         async def limited() -> Message:
-            nonlocal read, more
+            nonlocal more
             try:
                 message = await asyncio.wait_for(receive(), BODY_SECONDS if more else None)
             except TimeoutError:
                 raise TooSlow(f"no piece of the body came for {BODY_SECONDS:g} seconds.") from None
-            read, more = read + len(message.get("body", b"")), message.get("more_body", False)
-            if read > most:
+            more = message.get("more_body", False)
+            state["read"] += len(message.get("body", b""))
+            if state["read"] > most:
                 raise TooLarge(f"the body is longer than the {most} bytes that are taken.")
             return message
 

@@ -70,7 +70,7 @@ SEVERAL = {  # several tokens at a time
 ONE_BY_ONE = {"mamba": ("MambaConfig", "MambaForCausalLM"), "jamba": ("JambaConfig", "JambaForCausalLM")}
 EVERY = {**SEVERAL, **ONE_BY_ONE}
 
-SHOWN = ("qwen3_next", "lfm2", "mamba2", "falcon_h1", "jamba")
+SHOWN = ("qwen3_next", "lfm2", "mamba2", "jamba")
 SOME = [*SHOWN, *rare(*(family for family in EVERY if family not in SHOWN))]
 """A kind of state each; the others are tried by the trial, and here when there is time."""
 
@@ -106,7 +106,7 @@ def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
     assert contract(fresh(scorer(family))) < LOOSE
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", [SHOWN[1], *rare(*(each for each in EVERY if each != SHOWN[1]))])
 def test_forked_rows_go_on_by_themselves(family: str) -> None:
     assert families(fresh(scorer(family))) < LOOSE
 
@@ -162,7 +162,7 @@ def test_control_a_layer_whose_state_is_not_restored_is_caught(family: str, monk
         StateScorer(model(family), "leaking")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["lfm2", *rare("qwen3_5")])
 def test_two_passes_lead_to_the_same_states(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = fresh(scorer(family))
     monkeypatch.setattr(target, "way", replace(target.way, rewinds=False))
@@ -192,7 +192,7 @@ def test_only_a_recorded_pass_is_computed_by_other_functions() -> None:
     assert calls == ["its own", "ours, query"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_5", *rare("mamba2")])
 def test_without_our_kernel_recurrences_are_transformers_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrences, "kernel_missing", lambda: "there is none")
     monkeypatch.setattr(recurrent, "kernel_missing", lambda: "there is none")
@@ -256,7 +256,7 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
 
 def test_rows_that_join_and_leave_change_nothing() -> None:
     prompts = [text(number, 1 + 4 * number % 11) for number in range(5)]
-    requests = [request(prompt, 6 + 3 * place, GREEDY, eos=frozenset({7, 50})) for place, prompt in enumerate(prompts)]
+    requests = [request(prompt, 4 + 2 * place, GREEDY, eos=frozenset({7, 50})) for place, prompt in enumerate(prompts)]
     drafter = ModelDrafter(fresh(scorer("lfm2", 1)))
     decoder = Decoder(fresh(scorer("qwen3_5")), drafter, controller=Fixed(3), batch_size=1)
     single = [row.output for row in generate(decoder, requests)]

@@ -1,4 +1,4 @@
-"""The memory of a training on a CPU: a step frees gigabytes that the next step takes again."""
+"""Memory that the C library holds after it was freed: a training keeps it, and a server at rest gives it back."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**26))
     return all(mallopt(name, value) for name, value in settings)
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library give all freed memory back to the system, as glibc can; else every thread that ever held a
+    large request keeps its pages."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
