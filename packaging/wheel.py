@@ -29,6 +29,9 @@ BUILDS = tuple(pair for pair in ALL_BRANDS if pair != (LEVELS[-1], "amd"))
 OLDER_GLIBC = 'extern "C" __attribute__((visibility("hidden"))) const char __libc_single_threaded = 0;\n'
 """A variable of glibc 2.32, with the value that is right for any process: with it a library runs with older ones."""
 
+OLDER_FUNCTIONS = ("exp", "log", "pow")
+"""Functions that glibc 2.29 has anew, and that are asked for as they were before."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,10 +59,12 @@ def build_all(folder: Path) -> None:
     """Build the libraries of all levels and brands into a folder, some side by side."""
     folder.mkdir()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
-        older = Path(name) / "older_glibc.cpp"
+        older, header = Path(name) / "older_glibc.cpp", Path(name) / "older_glibc.h"
         older.write_text(OLDER_GLIBC)
+        header.write_text("".join(f'__asm__(".symver {each}, {each}@GLIBC_2.2.5");\n' for each in OLDER_FUNCTIONS))
+        options = ("-include", str(header))
         jobs = [
-            pool.submit(library.build, level, brand, folder / library.carried(level, brand).name, more=(older,))
+            pool.submit(library.build, level, brand, folder / library.carried(level, brand).name, options, (older,))
             for level, brand in BUILDS
         ]
         for job, (level, brand) in zip(jobs, BUILDS, strict=True):

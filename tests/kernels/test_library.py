@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.kernels import library
+from slipstream.kernels.cpu import kernel_missing
 
 ROOT = Path(__file__).parents[2]
 V3, NEWEST = library.V3, library.AMX
@@ -89,18 +92,34 @@ def test_every_level_keeps_the_contract(level: str) -> None:
     """In a process of its own, whose torch uses no newer instructions either."""
     if level not in {each.name for each in library.PORTABLE if each.fits}:
         pytest.skip(f"the processor has less than {level}")
-    module, contracts = levels(), ("products", "quantized", "attention", "recurrences")
+    module, contracts = (
+        module_at("benchmarks/levels.py"),
+        ("products", "quantized", "attention", "recurrences", "programs"),
+    )
     found = module.contract(level, library.compiler(), contracts, module.FAST)
     assert not found["faults"] and all(each["passed"] > 5 for each in found["counts"].values())
 
 
-def levels() -> Any:
-    """benchmarks/levels.py."""
-    spec = spec_from_file_location("levels", ROOT / "benchmarks" / "levels.py")
+def module_at(path: str) -> Any:
+    """A module that is no part of a package."""
+    spec = spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec and spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.skipif(not shutil.which("objdump") or kernel_missing() is not None, reason="needs objdump and the kernels")
+def test_a_wheel_needs_nothing_of_a_newer_glibc_than_its_platform_has() -> None:
+    """What is newer, it has or asks for in its older form; the control is a platform with less."""
+    wheel = module_at("packaging/wheel.py")
+    built = [name for name in torch.ops.loaded_libraries if Path(name).name.startswith("kernel-")]
+    symbols = subprocess.run(["objdump", "-T", *built], capture_output=True, text=True, check=True).stdout
+    needed = {name: int(minor) for minor, name in re.findall(r"GLIBC_2\.(\d+)(?:\.\d+)?\)? +(\w+)$", symbols, re.M)}
+    known = {*wheel.OLDER_FUNCTIONS, "__libc_single_threaded"}
+    least = int(wheel.PLATFORM.split("_")[2])
+    assert {name for name, minor in needed.items() if minor > least} <= known
+    assert not {name for name, minor in needed.items() if minor > 1} <= known
 
 
 @builds
