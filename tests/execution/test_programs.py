@@ -75,6 +75,29 @@ def test_programs_compute_what_torch_does(name: str, dtype: torch.dtype) -> None
             torch.testing.assert_close(left, right, atol=1e-5 if left.dtype != torch.bfloat16 else 0.02, rtol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.softmax(-1),
+        lambda x: layer_norm(x, (6,), WEIGHT.to(x.dtype), WEIGHT.to(x.dtype)),
+        lambda x: x.flatten(0, 1) @ TABLE[:6].to(x.dtype),
+        lambda x: torch.addmm(WEIGHT.to(x.dtype), x.flatten(0, 1), TABLE[:6].to(x.dtype)),
+        lambda x: x.sum(-1) / x.exp().mean(-1),
+    ],
+)
+def test_doubles_are_computed_with_all_their_digits(function: Callable[[Tensor], Tensor]) -> None:
+    """The control has fewer of them."""
+    given = numbers(2, 5, torch.float64)
+    (found,) = program_of(function, numbers(3, 4, torch.float64))((given,))
+    assert (found - function(given)).abs().max() < 1e-13 < (function(given.float()) - function(given)).abs().max()
+
+
+def test_products_of_whole_numbers_are_exact() -> None:
+    given = numbers(2, 5, torch.float64).mul(2**30).long()
+    (found,) = program_of(lambda x: x @ x.new_ones(6, 2), given)((given,))
+    assert torch.equal(found, given.sum(-1, keepdim=True).expand(-1, -1, 2))
+
+
 OF_ONE_TOKEN = {name: FUNCTIONS[name] for name in ("elementwise", "activations", "a norm", "torch's norm", "masks")}
 OF_ONE_TOKEN |= {
     "softmax": lambda x: x.repeat_interleave(31, -1).float().softmax(-1),

@@ -56,6 +56,17 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
     return enter
 
 
+def _in_float32(handler: Handler) -> Handler:
+    """Return a handler that leaves all but float32 and bfloat16 to torch: its instruction computes in float32."""
+
+    def handle(recorder: Recorder, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        dtype = (out if isinstance(out, Tensor) else out[0]).dtype
+        known = dtype in (torch.float32, torch.bfloat16)
+        (handler if known else Recorder.call)(recorder, func, out, args, kwargs)
+
+    return handle
+
+
 def _elementwise(code: str) -> Handler:
     def handle(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(kwargs.get(name, usual) != usual for name, usual in CHANGING.items()):
@@ -166,12 +177,14 @@ def _max(recorder: Recorder, func: Any, out: Any, args: tuple[Any, ...], kwargs:
 
 
 @_handles("aten._softmax", "aten._safe_softmax")
+@_in_float32
 def _softmax(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor, dim = args[:2]
     recorder.emit(CODE["softmax"], [out.movedim(dim, -1)], [recorder.operand(tensor.movedim(dim, -1))])
 
 
 @_handles("aten.native_layer_norm")
+@_in_float32
 def _layer_norm(recorder: Recorder, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor, shape, weight, bias, eps = args
     if len(shape) != 1:
@@ -260,12 +273,14 @@ def _counts_rows(recorder: Recorder, index: Tensor) -> bool:
 
 
 @_handles("aten.bmm", "aten.mm")
+@_in_float32
 def _product(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     first, second, result = (each if each.ndim == 3 else each[None] for each in (*args[:2], out))
     recorder.emit(CODE["matmul"], [result], [recorder.operand(first), recorder.operand(second)])
 
 
 @_handles("aten.addmm")
+@_in_float32
 def _addmm(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
         raise Unrecordable("a product is scaled")
