@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu
 
+from slipstream.execution import recording
+from slipstream.execution.native import Native
+from slipstream.execution.passes import Mode
 from slipstream.execution.programs import Program, recorded
 from slipstream.execution.recording import Unrecordable
 from slipstream.kernels.cpu import kernel_missing
+from slipstream.models.causal import CausalScorer
+from slipstream.models.loading.load import load_scorer
+from toys import PROBED, SEQ2SEQ, tiny
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason="the kernels cannot be built here")
 
@@ -43,7 +49,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
         x.float().abs() ** (TABLE[0] * 0 + torch.arange(2.0, 8)),
     ],
     "views": lambda x: x.transpose(0, 1)[:, :, 2:5].unflatten(-1, (3, 1)).expand(-1, -1, 3, 2).reshape(-1, 6).t(),
+    "repetition": lambda x: x[:, 0].repeat(x.shape[1], 2) - x[0, 0].repeat(x.shape[0] * x.shape[1], 2),
+    "a repeated weight": lambda x: x[:, 0] * WEIGHT.repeat(x.shape[0], 1),
     "parts": lambda x: torch.cat([x[..., 3:], -x[..., :3]], -1) + torch.stack([x[..., 0]] * 6, -1),
+    "one more": lambda x: torch.cat([x, x[:, :1]], 1).float().softmax(1)[:, :-1].reshape(-1, 6),
     "counting": lambda x: torch.arange(x.shape[1])[None, :, None] % 3 + x.new_ones(x.shape) * torch.arange(6),
     "sums": lambda x: [x.float().sum((0, 2)), x.float().amax(-1), x.argmax(-1), x.max(1).values],
     "rows of a table": lambda x: [TABLE[(x[..., 0] > 0).long() + 3], x.gather(1, (x > 9).long()), x[:, :, [4, 0]]],
@@ -141,7 +150,7 @@ def test_other_inputs_are_refused() -> None:
         (lambda x: x[0, 0].tolist() and x, "contents of tensors"),
         (lambda x: x if torch.equal(x, -x) else 2 * x, "contents of tensors"),
         (lambda x: x[x[..., 0] > 0], "contents of tensors"),
-        (lambda x: torch.cat([x, x[:, :1]], 1), "no product of sizes"),
+        (lambda x: torch.cat([x[:, 0], x[0]]), "no product of sizes"),
         (lambda x: x @ x.transpose(1, 2), "no product of sizes"),
         (lambda x: x * x.shape[1], "a size that varies is computed with"),
         (lambda x: x + 1 if len(x) > 2 else x, "depend on sizes"),
@@ -165,3 +174,30 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
         Program(recording)((x, store, slots))
     Program(recording, ())((x, store.zero_(), slots))
     assert torch.equal(store[1, 0, 5:], x[1]) and torch.equal(store[0, 0, :3], x[0]) and not store[0, 0, 3:].any()
+
+
+FAMILIES = {
+    "gpt_oss": "a sink stands behind the slots",
+    "gptj": "a table of positions is repeated for every row",
+    "whisper": "positions are",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_unusual_sizes_run_by_programs(family: str) -> None:
+    model = tiny({**PROBED, **SEQ2SEQ}[family])
+    fast, eager = load_scorer(model, mode=Mode(packed=True)), CausalScorer(model)
+    for rows in (1, 2):
+        logits = list[Tensor]()
+        for scorer in (fast, eager):
+            scorer.add(1, [scorer.source_form and scorer.source_form.example(3)])
+            scorer.prefill([[5] * (3 * rows)], rows - 1)
+            logits.append(scorer.extend(torch.tensor([[7, 8, 9]] * rows), [2] * rows))
+        torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+    assert isinstance(fast.execution, Native) and fast.execution.fault is None
+
+
+def test_control_sums_of_sizes_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_sums", lambda *steps: ())
+    scorer = load_scorer(tiny(PROBED["gpt_oss"]), mode=Mode(packed=True))
+    assert isinstance(scorer.execution, Native) and "no product of sizes" in str(scorer.execution.fault)

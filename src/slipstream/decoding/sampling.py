@@ -49,12 +49,39 @@ class ModelProcessors(Protocol):
         ...
 
 
+class Suppress(LogitsProcessor):
+    """Makes tokens impossible, as transformers' does, which looks for them in the whole vocabulary at each call."""
+
+    def __init__(self, tokens: Sequence[int], device: torch.device) -> None:
+        self.tokens = torch.tensor(list(tokens), dtype=torch.long, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(-1, self.tokens[self.tokens < scores.shape[-1]], -math.inf)
+
+
+class SuppressAfter(Suppress):
+    """Makes tokens impossible at one position only, after `length` tokens."""
+
+    def __init__(self, tokens: Sequence[int], device: torch.device, length: int) -> None:
+        super().__init__(tokens, device)
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return super().__call__(input_ids, scores) if input_ids.shape[-1] == self.length else scores
+
+    def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
+        """See `TakesPositions`; the same scores where none of the positions is the one."""
+        if all(len(prefix) != self.length for prefix in prefixes):
+            return scores
+        return torch.cat([self(prefix[None], scores[j : j + 1]) for j, prefix in enumerate(prefixes)])
+
+
 # Processors that do not depend on the prefix: applied to all positions of all rows in one call.
 PREFIX_FREE = frozenset(
     {
         *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper),
         *(hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization),
-        *(hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor),
+        *(hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor, Suppress),
     }
 )
 
@@ -209,9 +236,10 @@ class Sampling(SamplingFields):
                 scores = processor(texts.drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
                 continue
             prefixes = prefixes or [texts.of_row(row, r) for r, row in enumerate(rows)]
-            scores = torch.stack(
-                [_each_position(chain[stage], prefixes[r], scores[r]) for r, chain in enumerate(chains)]
-            )
+            given = list(scores)
+            made = [_each_position(chain[stage], prefixes[r], given[r]) for r, chain in enumerate(chains)]
+            if any(new is not old for new, old in zip(made, given, strict=True)):
+                scores = torch.stack(made)
         return scores
 
     # ---- where something fails ----

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from slipstream.core.values import is_whole
-from slipstream.decoding.sampling import Processor, Sampling
+from slipstream.decoding.sampling import Processor, Sampling, Suppress, SuppressAfter
 
 AUTO, NONE = "auto", "none"
 """The generation config that comes with the model, and none."""
@@ -174,8 +174,8 @@ class ConfiguredProcessors:
                 prompt_length + self.most, value, where
             ),
             "remove_invalid_values": lambda value: hf.InfNanRemoveLogitsProcessor(),
-            "suppress_tokens": lambda value: hf.SuppressTokensLogitsProcessor(value, where),
-            "begin_suppress_tokens": lambda value: hf.SuppressTokensAtBeginLogitsProcessor(value, begin, where),
+            "suppress_tokens": lambda value: Suppress(value, device),
+            "begin_suppress_tokens": lambda value: SuppressAfter(value, device, begin),
         }
         if eos:
             makers["min_length"] = lambda value: hf.MinLengthLogitsProcessor(value, eos, where)

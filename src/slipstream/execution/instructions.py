@@ -155,6 +155,16 @@ def _joined(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], k
         start += part.shape[dim]
 
 
+@_handles("aten.repeat")
+def _repeat(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Handle `repeat`: every dimension of the result is one of repetitions, and one of the tensor."""
+    tensor, counts = args
+    sizes = [*[1] * (out.ndim - tensor.ndim), *tensor.shape]
+    single = tensor.reshape([each for size in sizes for each in (1, size)])
+    tiles = [each for pair in zip(counts, sizes, strict=True) for each in pair]
+    recorder.emit(CODE["copy"], [out.view(tiles)], [recorder.operand(single.expand(tiles))])
+
+
 def _reduced(code: str) -> Handler:
     def handle(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor, given = args[0], args[1] if len(args) > 1 else kwargs.get("dim")

@@ -118,7 +118,7 @@ class Program:
                 raise ValueError(f"inputs of the shapes {[*map(tuple, everyone)]} do not fit the program together")
         if not all(map(Tensor.is_contiguous, tensors)):
             raise ValueError("an input is not contiguous")
-        return found
+        return [*found, *(found[place] + more for place, more in self._recording.sums)]
 
     def _call(
         self, call: OperatorCall, products: list[int], tensors: list[Tensor], outputs: list[Tensor], starts: list[int]
@@ -262,7 +262,11 @@ def _words(
         outputs = [arrays.setdefault(array, len(arrays)) for array in step.outputs]
         numbers = [*number_words(scalars), *step.numbers, *(word for size in step.sizes for word in size)]
         body += [step.code, len(outputs), *outputs, len(inputs), *inputs, len(scalars), len(numbers), *numbers]
-    words = [len(recording.names), len(recording.inputs) + len(recording.outputs), len(recording.storages)]
+    words = [
+        len(recording.names) + len(recording.sums),
+        len(recording.inputs) + len(recording.outputs),
+        len(recording.storages),
+    ]
     for number, storage in enumerate(recording.storages):
         place = {
             MemoryKind.CONSTANT: lambda storage=storage: recording.weights[storage.place].untyped_storage().data_ptr(),

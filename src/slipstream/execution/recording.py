@@ -1,9 +1,11 @@
 """Recording a function of tensors as instructions, which the kernels run without Python or torch between them.
 
 The function runs twice, on small inputs of zeros whose varying sizes are others each time. A number of both recordings
-(a size, a stride, an offset) that grew from one to the other is a product of some of these sizes and a constant. Views
-need no instruction, since they are other strides over the same memory; what depends on weights alone is computed once;
-what has no instruction is called as torch's operator (`OperatorCall`).
+(a size, a stride, an offset) that grew from one to the other is a product of a constant, some of these sizes, and sums
+of one of them and a constant (as where a sink stands behind the slots of an attention).
+
+Views need no instruction, since they are other strides over the same memory; what depends on weights alone is computed
+once; what has no instruction is called as torch's operator (`OperatorCall`).
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ ARITHMETIC = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.int8, torch.u
 TYPES = (*ARITHMETIC, torch.float16, torch.int16, torch.complex64)
 """The types of tensors in the order in which program.cpp numbers them; instructions compute with the first ones."""
 
-TRIED = ((2, 3, 5, 7, 11, 13, 17), (3, 5, 7, 11, 13, 17, 19))
-"""The sizes of both recordings, by the order of their names: every product of some of them grew by another factor."""
+TRIED = ((2, 3, 5, 7, 11, 13, 17), (3, 7, 11, 17, 19, 37, 43))
+"""The sizes of both recordings, by the order of their names.
+
+Every one grew by another number, every product of some of them by another factor, and so did each of them and 1 or 2.
+"""
 
 READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"})
 """The methods by which Python sees what a tensor contains."""
@@ -124,14 +129,23 @@ def is_array(leaf: Any) -> bool:
 
 @dataclass
 class Recording:
-    """The steps of a function, with its storages, its outputs, and the weights that have to stay alive."""
+    """The steps of a function, with its storages, its outputs, and the weights that have to stay alive.
+
+    Sizes that vary are those with `names`, then `sums`: a size, by its place among the names, and what is added to it.
+    """
 
     names: tuple[str, ...]
+    sums: tuple[tuple[int, int], ...]
     steps: list[Step]
     storages: list[Storage]
     inputs: list[Array]
     outputs: list[Array]
     weights: list[Tensor]
+
+    @property
+    def constants(self) -> list[Any]:
+        """The sizes of the weights' memory."""
+        return [storage.size for storage in self.storages if storage.memory is MemoryKind.CONSTANT]
 
 
 class Blind(TorchFunctionMode):
@@ -144,11 +158,11 @@ class Blind(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Records what a function does to tensors."""
+    """Records what a function does to tensors; what is made of weights alone, up to `folded` bytes, is a weight too."""
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], folded: int) -> None:
         super().__init__()
-        self.handlers = handlers
+        self.handlers, self.folded = handlers, folded
         self.steps: list[Step] = []
         self.storages: list[Storage] = []
         self.weights: list[Tensor] = []
@@ -238,7 +252,7 @@ class Recorder(TorchDispatchMode):
         if not func._schema.is_mutable and all(self.known(leaf) is not None for leaf in made):
             return out  # views
         folds = bool(given) and not func._schema.is_mutable and all(map(self._is_constant, given))
-        if folds and sum(leaf.nbytes for leaf in made) <= MOST_FOLDED:
+        if folds and sum(leaf.nbytes for leaf in made) <= self.folded:
             for leaf in made:
                 self.constant(leaf)
             return out
@@ -273,8 +287,8 @@ def record(
     if len(names) > len(tried[0]):
         raise Unrecordable(f"more than {len(tried[0])} sizes vary")
 
-    def recording(taken: Sequence[int]) -> Recording:
-        recorder, tensors = Recorder(handlers), list[Tensor]()
+    def recording(taken: Sequence[int], folded: int = MOST_FOLDED) -> Recording:
+        recorder, tensors = Recorder(handlers, folded), list[Tensor]()
 
         def small(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -296,31 +310,31 @@ def record(
                 recorder.add(final, MemoryKind.OUTPUT, place)
                 recorder.emit(copy, [final], [recorder.array(result)])
         arrays, outputs = (list(map(recorder.array, group)) for group in (tensors, finals))
-        return Recording(names, recorder.steps, recorder.storages, arrays, outputs, recorder.weights)
+        return Recording(names, (), recorder.steps, recorder.storages, arrays, outputs, recorder.weights)
 
-    return _compared(names, tried, *map(recording, tried))
+    first, second = map(recording, tried)
+    if first.constants != second.constants:  # a weight that is repeated for every row, say
+        first, second = (recording(taken, folded=0) for taken in tried)
+    return _compared(names, list(zip(*tried, strict=True))[: len(names)], first, second)
 
 
 # ---- what both recordings say of sizes ----------------------------------------------------------------------------
 
 
 def _compared(
-    names: tuple[str, ...], tried: tuple[Sequence[int], Sequence[int]], first: Recording, second: Recording
+    names: tuple[str, ...], tried: Sequence[tuple[int, int]], first: Recording, second: Recording
 ) -> Recording:
-    """Return the first of two recordings with numbers that grew as products. Raises Unrecordable for other steps."""
-    growth = {
-        (prod(tried[0][bit] for bit in bits), prod(tried[1][bit] for bit in bits)): sum(1 << bit for bit in bits)
-        for count in range(len(names) + 1)
-        for bits in combinations(range(len(names)), count)
-    }
+    """Return the first of two recordings with numbers that grew as products. Raises Unrecordable for other steps.
+
+    `tried` are the sizes of both, by name.
+    """
+    sums = _sums(first.steps, second.steps, tried)
+    growth = _growth([*tried, *((tried[place][0] + more, tried[place][1] + more) for place, more in sums)])
 
     def size(one: int, other: int) -> Size:
-        if one == other:
-            return one, 0
-        for (before, after), mask in growth.items():
-            if one % before == 0 and one // before * after == other:
-                return one // before, mask
-        raise Unrecordable("a size is no product of sizes of the inputs")
+        if (found := _product(one, other, growth)) is None:
+            raise Unrecordable("a size is no product of sizes of the inputs")
+        return found
 
     def array(one: Any, other: Any) -> Any:
         if not isinstance(one, Array) or not isinstance(other, Array):
@@ -355,7 +369,41 @@ def _compared(
     storages = [replace(one, size=size(one.size, other.size)) for one, other in memory]
     steps = list(map(step, first.steps, second.steps))
     inputs, outputs = arrays(first.inputs, second.inputs), arrays(first.outputs, second.outputs)
-    return Recording(names, steps, storages, inputs, outputs, first.weights)
+    return Recording(names, sums, steps, storages, inputs, outputs, first.weights)
+
+
+Growth = Mapping[tuple[int, int], int]
+"""The products of some sizes in both recordings, with the bits of the sizes."""
+
+
+def _growth(tried: Sequence[tuple[int, int]]) -> Growth:
+    return {
+        (prod(tried[bit][0] for bit in bits), prod(tried[bit][1] for bit in bits)): sum(1 << bit for bit in bits)
+        for count in range(len(tried) + 1)
+        for bits in combinations(range(len(tried)), count)
+    }
+
+
+def _product(one: int, other: int, growth: Growth) -> Size | None:
+    """Return what a number of both recordings is a product of; None if it is none."""
+    for (before, after), mask in growth.items() if one != other else ():
+        if one % before == 0 and one // before * after == other:
+            return one // before, mask
+    return (one, 0) if one == other else None
+
+
+def _sums(
+    first: Sequence[Step], second: Sequence[Step], tried: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Return which sizes of tensors are sums of one of those `tried` and a constant, as `Recording` has them."""
+    growth, sums = _growth(tried), dict[tuple[int, int], None]()
+    for one, other in zip(first, second, strict=False):
+        for before, after in zip(one.outputs, other.outputs, strict=False):
+            for small, large in zip(before.sizes, after.sizes, strict=False) if before and after else ():
+                if _product(small, large, growth) is None:
+                    places = (place for place, (start, end) in enumerate(tried) if large - small == end - start)
+                    sums |= dict.fromkeys((place, small - tried[place][0]) for place in places)
+    return tuple(sums)
 
 
 def number_words(numbers: Iterable[float]) -> list[int]:
