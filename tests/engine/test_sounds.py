@@ -14,9 +14,10 @@ import torch
 
 import slipstream
 from audios import MARK, RATE, input_audio, rounded, save_audio, sound, wav
+from slipstream.engine import sounds
 from slipstream.engine.engine import Engine
 from slipstream.engine.media import TextWithMedia
-from slipstream.engine.sounds import read_sound
+from slipstream.engine.sounds import opened, read_sound
 from slipstream.models.loading.pairings import EMBEDDED
 from visions import picture
 
@@ -111,3 +112,36 @@ def test_without_a_processor_texts_remain(engine: Engine, tmp_path: Path) -> Non
         left.generate({"text": TEXT, "audio": [sound(1)]})
     ours, before = (each.generate("def f(x):", max_new_tokens=4) for each in (left, engine))
     assert ours[0].tokens == before[0].tokens
+
+
+@pytest.mark.parametrize("rate", [RATE, 22_050, 8_000])
+@pytest.mark.parametrize("write", [wav, "flac"])
+def test_parts_of_a_sound_are_those_of_the_whole(rate: int, write: Any, tmp_path: Path) -> None:
+    samples = rounded(sound(3, 3.3 * rate / RATE))  # of three seconds and a part at its rate
+    file = tmp_path / "sound"
+    if write == "flac":
+        soundfile.write(file, samples, rate, "PCM_16", format="FLAC")
+    else:
+        file.write_bytes(write(samples, rate))
+    whole = read_sound(file, RATE)
+    with opened(file, RATE) as found:
+        parts = [found.part(start, start + 1) for start in range(4)]
+        late = found.part(2, 3)
+    assert found.seconds == pytest.approx(3.3, abs=1e-3) and len(whole) == round(found.seconds * RATE)
+    assert [len(part) for part in parts] == [RATE, RATE, RATE, len(whole) - 3 * RATE]
+    assert np.array_equal(late, parts[2])
+    error = np.abs(np.concatenate(parts) - whole)[100:-100].max()  # a spectrum ends where it begins
+    assert error == 0 if rate == RATE else error < 0.01
+
+
+def test_control_parts_without_margins_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sounds, "MARGIN", 0)
+    content = wav(sound(3, 2.0 * 22_050 / RATE), 22_050)
+    with opened(content, RATE) as found:
+        assert np.abs(np.concatenate([found.part(0, 1), found.part(1, 2)]) - read_sound(content, RATE)).max() > 0.02
+
+
+def test_a_file_whose_writer_did_not_know_its_length_ends_with_its_bytes() -> None:
+    content = bytearray(wav(sound(1, 1.0)))
+    content[40:44] = (0x7FFFFFF0).to_bytes(4, "little")
+    assert len(read_sound(bytes(content), RATE, longest=2)) == RATE

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 import slipstream
 from serve.conftest import ServerProcess
+from slipstream.engine import transcription
 from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, rare, tiny
@@ -160,6 +161,18 @@ def test_a_transcript_is_one_text_also_of_beams(folder: Path) -> None:
     for several in ({"n": 2}, {"num_beams": 2, "num_return_sequences": 2}):
         with pytest.raises(ValueError, match="one text of the sound"):
             engine.transcribe(content, **several)
+
+
+def test_long_sounds_are_decoded_a_few_windows_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six windows by a call for two at a time, and one for all: the same text; the windows are told as they end."""
+    engine, content, told, calls = slipstream.load(str(folder), batch_size=2), sound(5.5), [], []
+    whole = engine.transcribe(content, max_new_tokens=8)
+    generate = engine.generate
+    monkeypatch.setattr(transcription, "WINDOWS", 1)
+    monkeypatch.setattr(engine, "generate", lambda some, **how: calls.append(len(some)) or generate(some, **how))
+    parts = engine.transcribe(content, max_new_tokens=8, on_window=lambda *window: told.append(window))
+    assert parts == whole and len(parts.segments) == 6
+    assert calls == [2, 2, 2] and told == [(done, 6) for done in range(7)]
 
 
 def test_answers_with_times(listening: ServerProcess, folder: Path) -> None:

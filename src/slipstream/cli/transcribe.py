@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slipstream.cli.app import app, say, tell
-from slipstream.cli.console import busy, console
+from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import Plain, asked_models, grouped, options_of, own, panel, with_options
 from slipstream.text.jsontext import json_text
-
-if TYPE_CHECKING:
-    pass
 
 
 class TranscriptFormat(StrEnum):
@@ -66,8 +63,10 @@ def transcribe(context: typer.Context, sounds: Sounds) -> None:
     form = TranscriptFormat.JSON if params["as_json"] else params["form"]
     task, timestamps = "translate" if params["translate"] else "transcribe", form is not TranscriptFormat.TEXT
     for sound in sounds:
-        how = {name: params[name] for name in ("language", "temperature", "plain")}
-        transcript = engine.transcribe(sound, task=task, timestamps=timestamps, **how)
+        how: dict[str, Any] = {name: params[name] for name in ("language", "temperature", "plain")}
+        with steps(console(stderr=True)) as show:
+            how["on_window"] = lambda done, total, file=sound: show(done, total, f"{file.name}: windows")
+            transcript = engine.transcribe(sound, task=task, timestamps=timestamps, **how)
         if form is TranscriptFormat.JSON:
             about = {"text": transcript.text, "duration": transcript.duration}
             text = json_text({"file": str(sound), **about, "segments": list(map(asdict, transcript.segments))})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -33,6 +33,7 @@ from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, check_scoring, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
+from slipstream.engine.target import without_programs
 from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.transcription import Transcriber
 from slipstream.models.media.processor import MediaProcessor
@@ -51,7 +52,6 @@ class Interrupted(KeyboardInterrupt):
 class Engine:
     """Generates text with a target and, unless it is None, a drafter. Not to be shared between threads.
 
-    `notes` holds a sentence for each choice made while loading, such as how a draft with another tokenizer drafts.
     With an encoder-decoder, prompts are sources, and `frame` is the text and tokens around them. `media` reads images
     and sounds. `defaults` are the model's own settings of a call.
     """
@@ -69,7 +69,7 @@ class Engine:
         defaults: Defaults | None = None,
     ) -> None:
         self.exact_shape = exact_shape
-        self.notes = tuple(notes)
+        self._notes = tuple(notes)
         self.decoder = replace(decoder, verifier=rule.verify, rng=rule.rng)
         self.tokenizer = tokenizer
         self.eos = eos
@@ -77,6 +77,11 @@ class Engine:
         self.frame = frame
         self.media = media
         self.defaults = Defaults() if defaults is None else defaults
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each choice made while loading, as how a draft drafts, and for each model without programs."""
+        return (*self._notes, *without_programs(self.decoder.scorers))
 
     def generate(
         self,
@@ -165,22 +170,24 @@ class Engine:
         language: str | None = None,
         task: str = "transcribe",
         timestamps: bool = False,
+        on_window: Callable[[int, int], object] | None = None,
         **options: Any,
     ) -> Transcript:
         """Transcribe a sound file, its bytes, or samples (n,), with a Whisper model as the target.
 
         `language` is the one spoken (English without it), `task` "translate" writes English; `timestamps` divides the
-        text by the times that the model writes. Windows of the encoder's length run as a batch; other options as for
+        text by the times that the model writes. The sound is read in windows of the encoder's length, which run in
+        batches; `on_window` is called with the number of windows that are done, and of all. Other options as for
         `generate`. Raises ValueError for a target that reads no sound, and for what holds none.
 
         >>> engine.transcribe("talk.wav", timestamps=True).srt()  # doctest: +SKIP
         """
         transcriber = Transcriber.of(self.decoder.target, self.tokenizer)
-        samples = transcriber.read(sound)
         if several := [name for name in ("n", "num_return_sequences") if options.get(name, 1) != 1]:
             raise ValueError(f"a transcript is one text of the sound, so {several[0]} cannot be used: leave it out.")
         call_options = {**transcriber.options(language, task, timestamps), **options}
-        return transcriber.transcript(self.generate(transcriber.windows(samples), **call_options), samples, timestamps)
+        generate = partial(self.generate, **call_options)
+        return transcriber.written(sound, generate, self.decoder.batch_size, timestamps, on_window)
 
     def warm_up(self, rows: Sequence[int] = (1,), samplers: Sequence[Sampling] = (Sampling(),)) -> None:
         """Decode a few tokens, with and without the draft, so that the graphs for it are made before requests come.

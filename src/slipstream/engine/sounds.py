@@ -1,4 +1,4 @@
-"""Reads sounds that users pass (files, their bytes, `data:` URLs, arrays) into samples.
+"""Reads sounds that users pass (files, their bytes, `data:` URLs, arrays) into samples, as a whole or in parts.
 
 WAV is read here; other formats need soundfile.
 """
@@ -6,9 +6,13 @@ WAV is read here; other formats need soundfile.
 from __future__ import annotations
 
 import io
+import math
 import wave
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from torch import Tensor
@@ -19,11 +23,46 @@ WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
 """The numpy dtype of WAV samples, by their width in bytes."""
 
 
-def read_sound(sound: Any, rate: int, longest: float | None = None) -> np.ndarray:
-    """Read a sound: a file, its bytes, a `data:` URL, or samples (n,) at `rate`.
+MARGIN = 1
+"""The seconds on both sides of a part with which it is resampled, so that it is the same as if all were."""
 
-    Returns float32 samples (n,) in -1 .. 1, `rate` per second. Raises ValueError for anything that holds no sound, and
-    for an encoded sound longer than `longest` seconds.
+
+@dataclass(frozen=True)
+class Sound:
+    """A sound of `count` samples, `own` per second, that is read in parts at another `rate`.
+
+    `read` returns the float32 samples in -1 .. 1 from one place to another.
+    """
+
+    read: Callable[[int, int], np.ndarray]
+    count: int
+    own: int
+    rate: int
+
+    @property
+    def seconds(self) -> float:
+        return self.count / self.own
+
+    def part(self, start: int, stop: int) -> np.ndarray:
+        """Return the samples (n,) from one second to another, or to the end, `rate` per second."""
+        margin = 0 if self.own == self.rate else MARGIN
+        first, last = max(0, start - margin), min(self.count, (stop + margin) * self.own)
+        samples = _resampled(self.read(first * self.own, last), self.own, self.rate)
+        return samples[(start - first) * self.rate : (stop - first) * self.rate]
+
+
+def read_sound(sound: Any, rate: int, longest: float | None = None) -> np.ndarray:
+    """Read a whole sound -> float32 samples (n,) in -1 .. 1, `rate` per second; see `opened`."""
+    with opened(sound, rate, longest) as found:
+        return found.part(0, math.ceil(found.seconds))
+
+
+@contextmanager
+def opened(sound: Any, rate: int, longest: float | None = None) -> Iterator[Sound]:
+    """Open a sound, to be read at `rate`: a file, its bytes, a `data:` URL, or samples (n,) at that rate.
+
+    Raises ValueError for anything that holds no sound, and for an encoded sound longer than `longest` seconds, before
+    its samples are read: small files can hold very long sounds.
     """
     if isinstance(sound, Tensor):
         sound = sound.numpy(force=True)
@@ -33,68 +72,73 @@ def read_sound(sound: Any, rate: int, longest: float | None = None) -> np.ndarra
                 f"the sound is an array of shape {sound.shape} and {sound.dtype}: pass numbers in -1 .. 1, "
                 f"of shape (n,), {rate} per second."
             )
-        return sound.astype(np.float32)
+        yield Sound(lambda first, stop: sound[first:stop].astype(np.float32), len(sound), rate, rate)
+        return
     if not isinstance(sound, bytes | str | Path):
         raise ValueError(f"the sound is of type {type(sound).__name__}: pass a file, its bytes, or an array.")
-    content = sound if isinstance(sound, bytes) else _content(sound)
-    try:
-        samples, own = _read_wav(content, longest)
-    except (wave.Error, EOFError):
-        samples, own = _read_other(content, longest)
-    if not len(samples):
-        raise ValueError("the file holds no sound.")
-    return _resampled(samples, own, rate)
+    with _stream(sound) as stream:
+        try:
+            found = _wav(stream, rate)
+        except (wave.Error, EOFError):
+            stream.seek(0)
+            found = _other(stream, rate)
+        if longest is not None and found.seconds > longest:
+            raise ValueError(f"the sound takes {found.seconds:.0f} s, and at most {longest:g} s are taken: cut it.")
+        if not found.count:
+            raise ValueError("the file holds no sound.")
+        yield found
 
 
-def _content(location: str | Path) -> bytes:
-    """Return the bytes of a sound file, given by path or as a `data:` URL. Raises ValueError for a web address."""
-    if isinstance(location, str) and location.startswith("data:"):
-        return data_url(location, "the sound")
-    if isinstance(location, str) and location.startswith(("http://", "https://")):
+def _stream(sound: bytes | str | Path) -> BinaryIO:
+    """Open the bytes of a sound, given by path or as a `data:` URL. Raises ValueError for a web address."""
+    if isinstance(sound, bytes):
+        return io.BytesIO(sound)
+    if isinstance(sound, str) and sound.startswith("data:"):
+        return io.BytesIO(data_url(sound, "the sound"))
+    if isinstance(sound, str) and sound.startswith(("http://", "https://")):
         raise ValueError("the sound is a web address: load it, and pass the file or its bytes.")
     try:
-        return Path(location).expanduser().read_bytes()
+        return Path(sound).expanduser().open("rb")
     except OSError as error:
-        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {location}.") from error
+        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {sound}.") from error
 
 
-def _check_length(count: int, rate: int, longest: float | None) -> None:
-    """Raises ValueError for a sound longer than `longest` seconds before its samples are read.
+def _wav(stream: BinaryIO, rate: int) -> Sound:
+    """Open a WAV file, whose channels are averaged. Raises wave.Error or EOFError for others."""
+    file = wave.open(stream)  # noqa: SIM115 -- it is the stream that is closed
+    width, channels, own = file.getsampwidth(), file.getnchannels(), file.getframerate()
+    if width not in WIDTHS:
+        raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16 or 32.")
 
-    Small files can hold very long sounds.
-    """
-    if longest is not None and count > longest * rate:
-        raise ValueError(f"the sound takes {count / rate:.0f} s, and at most {longest:g} s are taken: cut it.")
+    def read(first: int, stop: int) -> np.ndarray:
+        file.setpos(first)
+        numbers = np.frombuffer(file.readframes(stop - first), np.dtype(WIDTHS[width]))
+        samples = numbers.astype(np.float32) - (128 if width == 1 else 0)
+        return samples.reshape(-1, channels).mean(1) / float(1 << (8 * width - 1))
 
-
-def _read_wav(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
-    """Read a WAV file -> its samples (n,) in -1 .. 1, with channels averaged, and their rate in Hz."""
-    with wave.open(io.BytesIO(content)) as file:
-        width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-        if width not in WIDTHS:
-            raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16 or 32.")
-        _check_length(file.getnframes(), rate, longest)
-        whole = file.readframes(file.getnframes())
-    numbers = np.frombuffer(whole[: len(whole) // (width * channels) * width * channels], np.dtype(WIDTHS[width]))
-    samples = numbers.astype(np.float32) - (128 if width == 1 else 0)
-    return samples.reshape(-1, channels).mean(1) / float(1 << (8 * width - 1)), rate
+    begin, end = stream.tell(), stream.seek(0, io.SEEK_END)  # what writes to a pipe does not know the length
+    return Sound(read, min(file.getnframes(), (end - begin) // (width * channels)), own, rate)
 
 
-def _read_other(content: bytes, longest: float | None) -> tuple[np.ndarray, int]:
-    """Read a sound file with soundfile -> its samples (n,), with channels averaged, and their rate in Hz."""
+def _other(stream: BinaryIO, rate: int) -> Sound:
+    """Open a sound file with soundfile; its channels are averaged."""
     try:
         import soundfile
     except ImportError:
         raise ValueError("the file is no WAV; other formats need soundfile: pip install 'slipstream[audio]'.") from None
+
+    def read(first: int, stop: int) -> np.ndarray:
+        if file.tell() != first:
+            file.seek(first)
+        samples: np.ndarray = file.read(stop - first, dtype="float32", always_2d=True).mean(1)
+        return samples
+
     try:
-        with soundfile.SoundFile(io.BytesIO(content)) as file:
-            _check_length(file.frames, file.samplerate, longest)
-            samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
-    except ValueError:
-        raise
+        file = soundfile.SoundFile(stream)
+        file.read(1)
     except Exception as error:  # soundfile raises its own error types
         raise ValueError(f"the file holds no sound that can be read: {error}") from None
-    return samples.mean(1), rate
+    return Sound(read, file.frames, file.samplerate, rate)
 
 
 def _resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:

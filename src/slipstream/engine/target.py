@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,10 @@ def as_they_are(scorer: Any, mode: Mode) -> list[str]:
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
         return []
     return [f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}."]
+
+
+def without_programs(scorers: Iterable[Any]) -> Iterator[str]:
+    """Yield a sentence for each model whose passes run eagerly, as it cannot be recorded or was recorded wrongly."""
+    for scorer in scorers:
+        if fault := getattr(getattr(scorer, "execution", None), "fault", None):
+            yield f"{fault}."

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.values import OptionError
 from slipstream.engine.generation import Completion
-from slipstream.engine.sounds import read_sound
+from slipstream.engine.sounds import Sound, opened
 from slipstream.models.media.speech import SpeechInput
 from slipstream.text.transcripts import Segment, Transcript
+
+WINDOWS = 4
+"""The windows of a sound that are decoded in one call, per row that runs."""
 
 TASKS = ("transcribe", "translate")
 
@@ -40,13 +46,19 @@ class Transcriber:
             raise ValueError(f"{target.name} has no tokenizer to write with; pass tokenizer=... to load().")
         return Transcriber(SpeechInput.of(target.model), tokenizer, target.context or 448)
 
-    def read(self, sound: Any) -> np.ndarray:
-        """Return the samples of a file, of its bytes, or as they are given; see `read_sound`."""
-        return read_sound(sound, self.speech.rate)
+    def opened(self, sound: Any) -> AbstractContextManager[Sound]:
+        """Open a file, its bytes, or samples, to be read in windows; see `sounds.opened`."""
+        return opened(sound, self.speech.rate)
 
-    def windows(self, samples: np.ndarray) -> list[Tensor]:
-        """Return the features of the sound, one window after the other."""
-        return self.speech.windows(samples)
+    def count(self, sound: Sound) -> int:
+        """Return the number of windows of a sound."""
+        return math.ceil(sound.seconds / self.speech.seconds)
+
+    def windows(self, sound: Sound) -> Iterator[Tensor]:
+        """Yield the features of a sound, one window after the other."""
+        length = self.speech.seconds
+        for start in range(0, self.count(sound) * length, length):
+            yield self.speech.features(sound.part(start, start + length))
 
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
         """Return the options of `Engine.generate` for a task. Raises ValueError if the model lacks it."""
@@ -56,9 +68,30 @@ class Transcriber:
         processors = [self.speech.time_rules(1 + len(begin))] if timestamps else []
         return {"decoder_prompt": begin, "max_new_tokens": self.longest - len(begin) - 1, "processors": processors}
 
-    def transcript(self, done: Sequence[Completion], samples: np.ndarray, timestamps: bool) -> Transcript:
+    def written(
+        self,
+        sound: Any,
+        generate: Callable[..., list[Completion]],
+        rows: int,
+        timestamps: bool,
+        on_window: Callable[[int, int], object] | None,
+    ) -> Transcript:
+        """Write down a sound by calls of `Engine.generate`, each for a few windows for every one of `rows` that run.
+
+        So the memory it takes does not grow with the sound. `on_window` is told how many windows are done, and of how
+        many.
+        """
+        with self.opened(sound) as heard:
+            done, windows, told = list[Completion](), self.windows(heard), itertools.count()
+            tell = (lambda *_: on_window(next(told), self.count(heard))) if on_window else (lambda *_: None)
+            tell()
+            while some := list(islice(windows, WINDOWS * rows)):
+                done += generate(some, on_completion=tell)
+        return self.transcript(done, heard.seconds, timestamps)
+
+    def transcript(self, done: Sequence[Completion], duration: float, timestamps: bool) -> Transcript:
         """Join the texts of the windows into a transcript. Raises ValueError if one of them failed."""
-        duration, length = len(samples) / self.speech.rate, self.speech.seconds
+        length = self.speech.seconds
         segments: list[Segment] = []
         for number, completion in enumerate(done):
             window = (number * length, min((number + 1) * length, duration))

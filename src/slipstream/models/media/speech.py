@@ -39,19 +39,15 @@ class SpeechInput:
         """The samples per second that the model expects."""
         return self.extractor.sampling_rate
 
-    def windows(self, samples: np.ndarray) -> list[Tensor]:
-        """Return features (bins, frames) of sound (samples,), window by window, each as long as the encoder reads."""
-        size = round(self.extractor.n_samples)
-        parts = [samples[start : start + size] for start in range(0, max(1, len(samples)), size)]
-        return [
-            torch.as_tensor(self.extractor(part, sampling_rate=self.rate, return_tensors="np")["input_features"][0])
-            for part in parts
-        ]
+    def features(self, samples: np.ndarray) -> Tensor:
+        """Return the features (bins, frames) of at most `seconds` of sound, (samples,)."""
+        made = self.extractor(samples, sampling_rate=self.rate, return_tensors="np")
+        return torch.as_tensor(made["input_features"][0])
 
     @property
-    def seconds(self) -> float:
-        """The length of a window, in seconds."""
-        return round(self.extractor.n_samples) / self.rate
+    def seconds(self) -> int:
+        """The length of the sound that the encoder reads at once, in seconds."""
+        return round(self.extractor.n_samples / self.rate)
 
     @property
     def stamps(self) -> Stamps:

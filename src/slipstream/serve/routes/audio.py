@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Form, Request, Response, UploadFile
 from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
+from torch import Tensor
 
 from slipstream.engine.engine import Engine
 from slipstream.engine.transcription import Transcriber
@@ -71,14 +72,19 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
         transcriber, stamped = _transcriber(state.engine), form.response_format in STAMPED
         task_options = transcriber.options(form.language, task, stamped)
     with state.refusing("file"):
-        samples = await run_in_threadpool(transcriber.read, await form.file.read())
-    windows = await run_in_threadpool(transcriber.windows, samples)
+        windows, seconds = await run_in_threadpool(_heard, transcriber, await form.file.read())
     options = {**task_options, "temperature": form.temperature, "cache_salt": tenant_of(request)}
     call = await state.call(request, windows, options, "file")
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
     for completion in done:
         finish_reason(completion)
-    return _answer(transcriber.transcript(done, samples, stamped), form, task)
+    return _answer(transcriber.transcript(done, seconds, stamped), form, task)
+
+
+def _heard(transcriber: Transcriber, content: bytes) -> tuple[list[Tensor], float]:
+    """Return the windows of a sound, and its seconds."""
+    with transcriber.opened(content) as sound:
+        return list(transcriber.windows(sound)), sound.seconds
 
 
 def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:
