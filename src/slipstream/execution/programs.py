@@ -26,7 +26,6 @@ from slipstream.execution.recording import (
     MemoryKind,
     OperatorCall,
     Recording,
-    Size,
     Sizes,
     Step,
     Unrecordable,
@@ -34,6 +33,7 @@ from slipstream.execution.recording import (
     number_words,
     record,
 )
+from slipstream.execution.sizes import Size
 from slipstream.kernels.cpu import kernel_missing
 
 

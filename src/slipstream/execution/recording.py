@@ -14,8 +14,6 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import combinations
-from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from slipstream.execution.sizes import Size, growth_of, product_of
 
 Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
 """Inputs, each with the names of the dimensions whose sizes vary; what is part of something else comes before it."""
@@ -59,10 +59,6 @@ class MemoryKind(IntEnum):
     INPUT = 1
     OUTPUT = 2
     OWN = 3
-
-
-Size = tuple[int, int]
-"""A number, and a set of bits: the sizes that vary by which it is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -329,10 +325,10 @@ def _compared(
     `tried` are the sizes of both, by name.
     """
     sums = _sums(first.steps, second.steps, tried)
-    growth = _growth([*tried, *((tried[place][0] + more, tried[place][1] + more) for place, more in sums)])
+    growth = growth_of([*tried, *((tried[place][0] + more, tried[place][1] + more) for place, more in sums)])
 
     def size(one: int, other: int) -> Size:
-        if (found := _product(one, other, growth)) is None:
+        if (found := product_of(one, other, growth)) is None:
             raise Unrecordable("a size is no product of sizes of the inputs")
         return found
 
@@ -372,35 +368,15 @@ def _compared(
     return Recording(names, sums, steps, storages, inputs, outputs, first.weights)
 
 
-Growth = Mapping[tuple[int, int], int]
-"""The products of some sizes in both recordings, with the bits of the sizes."""
-
-
-def _growth(tried: Sequence[tuple[int, int]]) -> Growth:
-    return {
-        (prod(tried[bit][0] for bit in bits), prod(tried[bit][1] for bit in bits)): sum(1 << bit for bit in bits)
-        for count in range(len(tried) + 1)
-        for bits in combinations(range(len(tried)), count)
-    }
-
-
-def _product(one: int, other: int, growth: Growth) -> Size | None:
-    """Return what a number of both recordings is a product of; None if it is none."""
-    for (before, after), mask in growth.items() if one != other else ():
-        if one % before == 0 and one // before * after == other:
-            return one // before, mask
-    return (one, 0) if one == other else None
-
-
 def _sums(
     first: Sequence[Step], second: Sequence[Step], tried: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
     """Return which sizes of tensors are sums of one of those `tried` and a constant, as `Recording` has them."""
-    growth, sums = _growth(tried), dict[tuple[int, int], None]()
+    growth, sums = growth_of(tried), dict[tuple[int, int], None]()
     for one, other in zip(first, second, strict=False):
         for before, after in zip(one.outputs, other.outputs, strict=False):
             for small, large in zip(before.sizes, after.sizes, strict=False) if before and after else ():
-                if _product(small, large, growth) is None:
+                if product_of(small, large, growth) is None:
                     places = (place for place, (start, end) in enumerate(tried) if large - small == end - start)
                     sums |= dict.fromkeys((place, small - tried[place][0]) for place in places)
     return tuple(sums)
