@@ -198,6 +198,6 @@ def test_families_with_unusual_sizes_run_by_programs(family: str) -> None:
 
 
 def test_control_sums_of_sizes_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_sums", lambda *steps: ())
+    monkeypatch.setattr(recording, "sums_of", lambda *steps: ())
     scorer = load_scorer(tiny(PROBED["gpt_oss"]), mode=Mode(packed=True))
     assert isinstance(scorer.execution, Native) and "no product of sizes" in str(scorer.execution.fault)

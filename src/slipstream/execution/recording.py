@@ -324,7 +324,7 @@ def _compared(
 
     `tried` are the sizes of both, by name.
     """
-    sums = _sums(first.steps, second.steps, tried)
+    sums = sums_of(first.steps, second.steps, tried)
     growth = growth_of([*tried, *((tried[place][0] + more, tried[place][1] + more) for place, more in sums)])
 
     def size(one: int, other: int) -> Size:
@@ -368,7 +368,7 @@ def _compared(
     return Recording(names, sums, steps, storages, inputs, outputs, first.weights)
 
 
-def _sums(
+def sums_of(
     first: Sequence[Step], second: Sequence[Step], tried: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
     """Return which sizes of tensors are sums of one of those `tried` and a constant, as `Recording` has them."""
