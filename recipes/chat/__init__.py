@@ -1,0 +1,1 @@
+"""The parts of `recipes/chat_draft.py`."""
