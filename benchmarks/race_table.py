@@ -67,18 +67,19 @@ def said(way: str) -> str:
 def bars(found: Found, model: str) -> Iterator[list[str]]:
     """Yield the bars of a model: what, where, its limit and what was measured."""
     speeds = Speeds(found, model)
+    automatic = [way for program, way in speeds.laps if program == OURS and way.endswith("auto")]
     for cell in speeds.cells:
-        plain, others = speeds.best(cell, True, True), speeds.best(cell, False)
-        auto = [way for program, way in speeds.laps if program == OURS and way.endswith("auto")]
-        automatic = speeds.of(OURS, auto[0], cell) if auto else None
-        for what, least, value, over in (
+        plain, mine, others = speeds.best(cell, True, True), speeds.best(cell, True), speeds.best(cell, False)
+        figures = [
             ("plain / the others' best plain", 1.0, plain, speeds.best(cell, False, True)),
             ("best draft / the others' best of any kind", 1.3, speeds.best(cell, True, False), others),
-            ("gamma auto / plain", 0.98, automatic, plain),
-            ("gamma auto / best of ours", 0.95, automatic, speeds.best(cell, True)),
-        ):
+        ]
+        for way in automatic:
+            figures.append((f"{said(way)} / plain", 0.98, speeds.of(OURS, way, cell), plain))
+            figures.append((f"{said(way)} / best of ours", 0.95, speeds.of(OURS, way, cell), mine))
+        where = f"{model}, {cell[0]} text{'s' if cell[0] > 1 else ''}, T = {cell[1]:g}"
+        for what, least, value, over in figures:
             if value and over:
-                where = f"{model}, {cell[0]} text{'s' if cell[0] > 1 else ''}, T = {cell[1]:g}"
                 yield [what, where, f">= {least:g}", f"{value / over:.2f}", "yes" if value / over >= least else "no"]
 
 

@@ -16,7 +16,8 @@ async function load(asked) {
     llama = await getLlama({gpu: false, build: "never", maxThreads: threads, logger: (_, text) => console.error(text)});
     model = await llama.loadModel({modelPath: asked.model});
     if (asked.draft) draftModel = await llama.loadModel({modelPath: asked.draft});
-    return {about: `llama.cpp ${llama.llamaCppRelease.release}, ${llama.systemInfo}`};
+    const used = [...llama.systemInfo.matchAll(/(\w+) = 1/g)].map(([_, name]) => name);
+    return {about: `llama.cpp ${llama.llamaCppRelease.release} with ${used.join(" ")}`};
 }
 
 // A context per number of rows, whose sequences are evaluated together; a row has `contextSize` slots of its own.

@@ -15,6 +15,8 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels import library
 from slipstream.plan.planner import PlanSettings, make
 
+LOAD = slipstream.load  # which imports what loading needs
+
 ENGINES: dict[str, Engine] = {}
 HOW: dict[str, Any] = {}
 
@@ -23,7 +25,7 @@ def load(asked: worker.Asked) -> worker.Asked:
     """Load the target with its first draft; the others follow when they are asked for."""
     HOW.update(asked)
     engine(asked["ways"][0])
-    return {"about": f"slipstream {slipstream.__version__}, kernels for {library.level().name}"}
+    return {"about": f"slipstream {slipstream.__version__}, kernels of the level {library.level().name}"}
 
 
 def engine(way: str) -> Engine:
@@ -32,7 +34,7 @@ def engine(way: str) -> Engine:
     if name not in ENGINES:
         draft = {"plain": "plain", "draft": HOW["draft"]}.get(name, name)
         options = {"threads": HOW["threads"], "batch_size": HOW["rows"], "gamma": 5}
-        ENGINES[name] = slipstream.load(HOW["model"], draft, **options, **HOW.get("options", {}))
+        ENGINES[name] = LOAD(HOW["model"], draft, **options, **HOW.get("options", {}))
     return ENGINES[name]
 
 

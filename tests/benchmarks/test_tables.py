@@ -234,7 +234,7 @@ CONTEXTS = {
         ("contexts", CONTEXTS, "| 4096 | 6 | 1000 | 5.0 | 0.50 |"),
         ("race", RACED, "m: 3 of 4 drafted texts of ours are those of plain decoding."),
         ("race-bars", RACED, "| plain / the others' best plain | m, 1 text, T = 0 | >= 1 | 2.50 | yes |"),
-        ("race-bars", RACED, "| gamma auto / plain | m, 1 text, T = 0 | >= 0.98 | 0.80 | no |"),
+        ("race-bars", RACED, "| lookup, gamma auto / plain | m, 1 text, T = 0 | >= 0.98 | 0.80 | no |"),
         ("first-tokens", RACED, "| m | llama.cpp | 0.50 | 0.1 | 200 | 300 |"),
         ("race-plans", RACED, "| m | lookup, gamma 5 | 0 | 1.60 (1.50-1.70) | 2.00 | +25 % |"),
     ],

@@ -7,7 +7,6 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ VERSIONS = (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The types of metadata that are numbers, by llama.cpp's number for the type."""
 TEXT, LIST = 8, 9
+LENGTH = struct.Struct("<Q")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -145,8 +145,8 @@ class _Reader:
 
     def text(self) -> str:
         """Return the next text."""
-        start = self.position + 8
-        self.position = start + self.number("Q")
+        start = self.position + LENGTH.size  # without `number`, for vocabularies have 100,000 texts
+        self.position = start + LENGTH.unpack_from(self.data, self.position)[0]
         if self.position > len(self.data):
             raise IndexError(start)
         return self.data[start : self.position].decode()
@@ -160,11 +160,7 @@ class _Reader:
         inner, count = self.number("I"), self.number("Q")
         if inner in NUMBERS:
             return list(self.numbers(NUMBERS[inner], count))
-        return list(self._values(inner, count))
-
-    def _values(self, kind: int, count: int) -> Iterator[Any]:
-        for _ in range(count):
-            yield self.value(kind)
+        return [self.value(inner) for _ in range(count)]
 
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return the name, shape, format and offset of the next tensor; llama.cpp stores the last dimension first."""
