@@ -191,18 +191,24 @@ class Terminal:
         end = time.monotonic() + 90
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
-            if select.select([self.main], [], [], 1)[0]:
-                self.seen += os.read(self.main, 4096).decode(errors="replace")
+            self.read(1)
         self.seen = self.seen.split(text, 1)[1]
+
+    def read(self, seconds: float) -> None:
+        """Read what comes within these seconds."""
+        if select.select([self.main], [], [], seconds)[0]:
+            self.seen += os.read(self.main, 4096).decode(errors="replace")
 
     def type(self, text: str) -> None:
         """Press keys."""
         os.write(self.main, text.encode())
 
-    def send(self, kind: signal.Signals) -> None:
-        """Send a signal; readline may sleep through one that comes while it goes to sleep, so let it."""
-        time.sleep(0.5)
-        os.kill(self.process.pid, kind)
+    def interrupt(self, text: str) -> None:
+        """Press Ctrl-C until a text has come: readline sleeps through one that comes while it goes to sleep."""
+        while text not in self.seen:
+            os.kill(self.process.pid, signal.SIGINT)
+            self.read(2)
+        self.until(text)
 
 
 @pytest.fixture
@@ -217,12 +223,10 @@ def terminal() -> Iterator[Terminal]:
 
 def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
     terminal.until("> ")
-    terminal.send(signal.SIGINT)  # at the prompt: nothing but a new one
-    terminal.until("> ")
+    terminal.interrupt("> ")  # at the prompt: nothing but a new one
     terminal.type("import os\n")
     terminal.until("import sys")  # it is being answered, and would be for long
-    terminal.send(signal.SIGINT)
-    terminal.until("\n> ")
+    terminal.interrupt("\n> ")
     assert terminal.process.is_running
     terminal.type("/stats\n")
     terminal.until("target calls")
@@ -234,5 +238,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
 @pytest.mark.slow
 def test_sigterm_ends_the_program(terminal: Terminal) -> None:
     terminal.until("> ")
-    terminal.send(signal.SIGTERM)
+    while terminal.process.is_running:
+        terminal.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
     assert terminal.process.wait(20) == 130
