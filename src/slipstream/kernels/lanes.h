@@ -251,7 +251,6 @@ void as_constant(int64_t number, const Run& run) {
 // A panel's features of a row: the bias is added before the one rounding.
 template <class Type>
 void write_panel(const float* sums, const typename Type::Item* bias, typename Type::Item* output, int64_t count) {
-  if (std::is_same_v<Type, Float32> && !bias && count == PANEL) return (void)std::memcpy(output, sums, PANEL * sizeof(float));
   float found[PANEL];
   typename Type::Item rounded[PANEL];
   std::memcpy(found, sums, sizeof(found));

@@ -54,20 +54,16 @@ struct QuantizedLayer {
   int64_t apart;
 };
 
-// Inputs (rows, groups * group) as whole numbers from -127 to 127, for weights of one form. Every group has a scale, a
-// shift (its sum; for weights with offsets, times its scale) and a start (its sum times -middle, where that code is the
-// weight 0), each (groups, rows). Rows of codes are `apart`, so that they do not push each other out of the cache. Memory
-// is kept when others are taken.
+// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group, (groups,
+// rows). Rows of codes are `apart`, so that they do not push each other out of the cache. Memory is kept when others are
+// taken.
 struct WholeInputs {
   int64_t rows = 0, groups = 0, group = 0, apart = 0;
-  Zero zero = Zero::MIDDLE;
-  int32_t middle = 0;
   std::vector<int8_t> codes;
-  std::vector<float> scales, shifts;
-  std::vector<int32_t> starts;
+  std::vector<float> scales, sums;
 
   // Takes inputs (rows, width), where the last group may end behind the width.
-  void take(Number number, const void* inputs, int64_t rows, int64_t width, const Weights& weights);
+  void take(Number number, const void* inputs, int64_t rows, int64_t width, int64_t groups, int64_t group);
 };
 
 // Whole inputs and layers with weights of one form and as many groups.

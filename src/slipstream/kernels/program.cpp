@@ -46,13 +46,6 @@ void with_item(Type type, const Run& run) {
   }
 }
 
-// Whether an array of a type holds numbers of another one as they are.
-template <class Compute>
-bool holds(Type type) {
-  return type == (std::is_same_v<Compute, float> ? Type::FLOAT32
-                  : std::is_same_v<Compute, double> ? Type::FLOAT64 : Type::INT64);
-}
-
 bool whole(Type type) { return type >= Type::INT64 && type <= Type::UINT8; }
 
 // ---- arrays ---------------------------------------------------------------------------------------------------------
@@ -216,7 +209,7 @@ void by_lanes(int64_t count, const float* in, float* out, const Run& run) {  // 
 
 // A block of numbers, each of which is computed from its own operands.
 template <class Compute>
-void compute(Code code, int64_t count, const Compute* const* in, Compute* out) {
+void compute(Code code, int64_t count, const Compute (*in)[BLOCK], Compute* out) {
   const auto one = [&](const auto& run) {
     for (int64_t i = 0; i < count; ++i) out[i] = run(in[0][i]);
   };
@@ -300,24 +293,12 @@ void elementwise(Code code, const Array* const (&arrays)[COUNT]) {
     if (plain)
       return (void)std::memcpy(out.at(places[0] + first), arrays[COUNT - 1]->at(places[COUNT - 1] + first),
                                count * BYTES[static_cast<int>(out.type)]);
-    alignas(LINE) Compute copies[COUNT][BLOCK];
-    const Compute* in[COUNT];
+    alignas(LINE) Compute in[COUNT > 1 ? COUNT - 1 : 1][BLOCK], found[BLOCK];
     for (int64_t begin = first; begin < first + count; begin += BLOCK) {
       const int64_t some = std::min(BLOCK, first + count - begin);
-      // Numbers of the type that is computed with are read and written where they lie, if no vector ends behind them.
-      const auto there = [&](int i) -> Compute* {
-        const bool same = some % LANES == 0 && *steps[i] == 1 && arrays[i]->data && holds<Compute>(arrays[i]->type);
-        return same ? reinterpret_cast<Compute*>(arrays[i]->data) + places[i] + begin : nullptr;
-      };
-      for (int i = 1; i < COUNT; ++i) {
-        in[i - 1] = there(i);
-        if (in[i - 1]) continue;
-        load(*arrays[i], places[i] + begin * *steps[i], *steps[i], some, copies[i]);
-        in[i - 1] = copies[i];
-      }
-      Compute* found = there(0);
-      compute<Compute>(code, some, in, found ? found : copies[0]);
-      if (!found) store(out, places[0] + begin * *steps[0], *steps[0], some, copies[0]);
+      for (int i = 1; i < COUNT; ++i) load(*arrays[i], places[i] + begin * *steps[i], *steps[i], some, in[i - 1]);
+      compute<Compute>(code, some, in, found);
+      store(out, places[0] + begin * *steps[0], *steps[0], some, found);
     }
   });
 }
@@ -529,7 +510,7 @@ void quantized_linear(const std::vector<Array>& outs, const std::vector<Array>& 
   const slipstream::Number number = number_of(in[0]);
   if (!numbers[1]) return slipstream::multiply(number, in[0].data, rows, width, layers);
   thread_local slipstream::WholeInputs rounded;
-  rounded.take(number, in[0].data, rows, width, layers[0].weights);
+  rounded.take(number, in[0].data, rows, width, layers[0].weights.groups, layers[0].weights.group);
   slipstream::multiply(rounded, layers, number);
 }
 

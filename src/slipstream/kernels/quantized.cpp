@@ -35,16 +35,6 @@ inline Lanes nearest(const Lanes& values, float factor) {
 #endif
 }
 
-// The lanes of a vector put together, by halves.
-template <class Item, class Vector, class Put>
-Item folded(const Vector& lanes, const Put& put) {
-  Item parts[LANES];
-  std::memcpy(parts, &lanes, sizeof(parts));
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) parts[i] = put(parts[i], parts[i + half]);
-  return parts[0];
-}
-
 // A group of which `count` inputs are given; those behind them are nothing. If one of them is not finite, neither is
 // anything that the group is multiplied by.
 template <class Type>
@@ -61,23 +51,25 @@ void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inp
     const Words size = (Words)Type::load(given + i * LANES) & 0x7fffffffu;
     sizes = size > sizes ? size : sizes;
   }
-  const uint32_t most = folded<uint32_t>(sizes, [](uint32_t one, uint32_t other) { return std::max(one, other); });
+  uint32_t most = 0;
+  for (int i = 0; i < LANES; ++i) most = std::max(most, sizes[i]);
   const float greatest = bits<float>(most);
   if (most >= 0x7f800000u) {
-    inputs.scales[place] = inputs.shifts[place] = std::numeric_limits<float>::quiet_NaN();
+    inputs.scales[place] = std::numeric_limits<float>::quiet_NaN();
   } else if (greatest >= LEAST) {
-    Whole sums = {};
+    int32_t numbers[MOST_GROUP];
+    Lanes sums = {};
     for (int64_t i = 0; i < vectors; ++i) {
-      const Whole found = __builtin_convertvector(nearest(Type::load(given + i * LANES), 127 / greatest), Whole);
-      const Signed narrow = __builtin_convertvector(found, Signed);
-      std::memcpy(codes + i * LANES, &narrow, sizeof(narrow));
+      const Lanes found = nearest(Type::load(given + i * LANES), 127 / greatest);
+      const Whole rounded = __builtin_convertvector(found, Whole);
+      std::memcpy(numbers + i * LANES, &rounded, sizeof(rounded));
       sums += found;
     }
-    const int32_t sum = folded<int32_t>(sums, [](int32_t one, int32_t other) { return one + other; });
-    const float scale = greatest / 127, whole = static_cast<float>(sum);
-    inputs.scales[place] = scale;
-    inputs.shifts[place] = inputs.zero == Zero::OFFSET ? scale * whole : whole;
-    inputs.starts[place] = -inputs.middle * sum;
+    for (int64_t i = 0; i < inputs.group; ++i) codes[i] = static_cast<int8_t>(numbers[i]);
+    inputs.scales[place] = greatest / 127;
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += sums[i];
+    inputs.sums[place] = sum;
   }
 }
 
@@ -109,12 +101,7 @@ struct Layer {
 template <int BITS, int ROWS>
 struct Products {
   static constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
-  Whole sums[CHAINS];
-
-  void begin(int32_t start) {
-    sums[CHAINS - 1] = Whole{};
-    sums[0] = Whole{} + start;
-  }
+  Whole sums[CHAINS] = {};
 
   // Adds the products of a step's codes of every feature with its inputs.
   void add(const Words& codes, const int8_t* inputs) {
@@ -149,13 +136,8 @@ template <int BITS, int>
 struct Products {
   typedef int16_t Short __attribute__((vector_size(4 * LANES)));
 
-  Short sums[BITS == 8 ? 2 : 1];
-  Whole settled;
-
-  void begin(int32_t start) {
-    sums[0] = sums[BITS == 8] = Short{};
-    settled = Whole{} + start;
-  }
+  Short sums[BITS == 8 ? 2 : 1] = {};
+  Whole settled = {};
 
   void add(const Words& codes, const int8_t* inputs) {
     pairs(sums[0], codes & 0x0f0f0f0fu, inputs);
@@ -165,7 +147,7 @@ struct Products {
   void settle() {
     settled += joined(sums[0], 1);
     if constexpr (BITS == 8) settled += joined(sums[1], 16);
-    sums[0] = sums[BITS == 8] = Short{};
+    for (Short& sum : sums) sum = Short{};
   }
 
   Whole total() const { return settled; }
@@ -195,15 +177,15 @@ struct Products {
 };
 #endif
 
-// Adds a group's products, a row's with LANES features, which began with the row's start, to the row's sums. `own` is the
-// place of the row's group. All is exact until it is scaled: no number has more than 24 bits.
+// Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group. All is
+// exact until it is scaled: no number has more than 24 bits.
 template <class Form>
 void add_group(Lanes& sum, const Whole& products, const Lanes& zero, const Lanes& scale, const Lanes& offset,
                const Inputs& inputs, int64_t own) {
   Lanes found = __builtin_convertvector(products, Lanes);
-  if constexpr (Form::ZERO == Zero::CODE) found = fused(-zero, inputs.shifts[own], found);
+  if constexpr (Form::ZERO != Zero::OFFSET) found = fused(-zero, inputs.sums[own], found);
   sum = fused(found, scale * inputs.scales[own], sum);
-  if constexpr (Form::ZERO == Zero::OFFSET) sum = fused(offset, inputs.shifts[own], sum);
+  if constexpr (Form::ZERO == Zero::OFFSET) sum = fused(offset, inputs.scales[own] * inputs.sums[own], sum);
 }
 
 // A panel's features of ROWS rows, beginning with `row`. Products are settled after at most 32 inputs.
@@ -220,9 +202,6 @@ void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) 
     const Numbers<Form> numbers(layer.weights, panel, group);
     for (int first = 0; first < PARTS; first += WIDE) {
       Products<BITS, ROWS> found[ROWS][WIDE];
-      for (int r = 0; r < ROWS; ++r)
-        for (int part = 0; part < WIDE; ++part)
-          found[r][part].begin(Form::ZERO == Zero::MIDDLE ? inputs.starts[group * inputs.rows + row + r] : 0);
       uintptr_t later = reinterpret_cast<uintptr_t>(codes) + AHEAD + first * VECTOR * steps;
       for (int64_t begin = 0; begin < steps; begin += run, later += WIDE * VECTOR * run) {
         for (int64_t line = 0; WIDE * VECTOR < LINE && line < WIDE * VECTOR * run; line += LINE) ask(later + line);
@@ -234,8 +213,8 @@ void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) 
             for (int r = 0; r < ROWS; ++r) found[r][part].add(some, given + (begin + step) * STEP + r * apart);
           }
         }
-        for (int r = 0; r < ROWS; ++r)
-          for (int part = 0; part < WIDE; ++part) found[r][part].settle();
+        for (auto& parts : found)
+          for (auto& products : parts) products.settle();
       }
       for (int part = 0; part < WIDE; ++part) {
         const Lanes zero = numbers.zeros(first + part), scale = numbers.scales(first + part);
@@ -305,8 +284,8 @@ class Tiles {
       const Numbers<Form> numbers(layer.weights, panel, group);
       const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
       const Lanes zero = numbers.zeros(part);
-      for (int64_t r = 0, own = group * inputs_.rows + row; r < SIDE; ++r, ++own)
-        add_group<Form>(sums[r], products[r] + inputs_.starts[own], zero, scale, offset, inputs_, own);
+      for (int r = 0; r < SIDE; ++r)
+        add_group<Form>(sums[r], products[r], zero, scale, offset, inputs_, group * inputs_.rows + row + r);
     }
     for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
   }
@@ -444,13 +423,11 @@ void run(const Given& inputs, std::span<const slipstream::QuantizedLayer> layers
 
 }  // namespace
 
-void slipstream::WholeInputs::take(Number number, const void* inputs, int64_t own_rows, int64_t width,
-                                   const Weights& weights) {
-  rows = own_rows, groups = weights.groups, group = weights.group, zero = weights.zero;
-  middle = zero == Zero::MIDDLE ? 1 << (weights.bits - 1) : 0;
+void slipstream::WholeInputs::take(Number number, const void* inputs, int64_t own_rows, int64_t width, int64_t own_groups,
+                                   int64_t own_group) {
+  rows = own_rows, groups = own_groups, group = own_group;
   apart = groups * group + (groups * group % COLLIDING ? 0 : LINE);
-  codes.assign(rows * apart, 0), scales.assign(rows * groups, 0);
-  shifts.assign(rows * groups, 0), starts.assign(rows * groups, 0);
+  codes.assign(rows * apart, 0), scales.assign(rows * groups, 0), sums.assign(rows * groups, 0);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
   with_type(number, [&](auto type) {
     using Type = decltype(type);
@@ -510,7 +487,7 @@ Tensor product(const Tensor& inputs, const Packed& packed, const std::optional<T
   const int64_t rows = inputs.numel() / std::max<int64_t>(1, width);
   if (whole) {
     Inputs rounded;
-    rounded.take(number, inputs.data_ptr(), rows, width, layer.weights);
+    rounded.take(number, inputs.data_ptr(), rows, width, packed.groups(), group);
     slipstream::multiply(rounded, {&layer, 1}, number);
   } else {
     slipstream::multiply(number, inputs.data_ptr(), rows, width, {&layer, 1});
