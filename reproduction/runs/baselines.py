@@ -16,7 +16,7 @@ from slipstream.bench.race import Repetition, result, timed
 from slipstream.bench.records import Output
 from slipstream.core.stats import Stats
 from slipstream.measure.environment import environment
-from slipstream.measure.racing import race
+from slipstream.measure.timing import race
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request
 from slipstream.core.round import Round
 from slipstream.decoding.decoder import Decoder
-from slipstream.measure import racing
+from slipstream.measure import timing
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import Beat, beats, prompt_seconds
 from slipstream.theory import tokens_per_round, walltime_factor
@@ -145,7 +145,7 @@ def _pilot(
             say(f"{subject.name} at temperature {temperature:g}: pilot, text {place + 1} of {texts}")
             yield place
 
-    deque(racing.race(list(logs), places(), run), maxlen=0)
+    deque(timing.race(list(logs), places(), run), maxlen=0)
     return {name: {gamma: logs[name, gamma].costs(gamma) for gamma in GAMMAS} for name in subject.drafts}
 
 

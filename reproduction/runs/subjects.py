@@ -25,7 +25,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
 from slipstream.measure.environment import parameters
-from slipstream.measure.requests import request_for
+from slipstream.measure.replay import request_for
 from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.loading.pairings import EMBEDDED
 

@@ -8,9 +8,9 @@ from slipstream.version import __version__ as __version__
 if TYPE_CHECKING:
     from slipstream.engine.async_engine import AsyncEngine
     from slipstream.engine.engine import Engine, Interrupted
-    from slipstream.engine.follow import follow
     from slipstream.engine.generation import Completion, Piece
     from slipstream.engine.load import load
+    from slipstream.engine.target import follow
     from slipstream.engine.transformers_hook.custom_generate import custom_generate
 
 
@@ -22,14 +22,16 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     rooms = {
-        "AsyncEngine": "async_engine",
-        "Engine": "engine",
-        "Interrupted": "engine",
-        "Completion": "generation",
-        "Piece": "generation",
-        "custom_generate": "transformers_hook.custom_generate",
+        "AsyncEngine": "engine.async_engine",
+        "Completion": "engine.generation",
+        "Engine": "engine.engine",
+        "Interrupted": "engine.engine",
+        "Piece": "engine.generation",
+        "custom_generate": "engine.transformers_hook.custom_generate",
+        "follow": "engine.target",
+        "load": "engine.load",
     }
-    return getattr(import_module(f"slipstream.engine.{rooms.get(name, name)}"), name)
+    return getattr(import_module(f"slipstream.{rooms[name]}"), name)
 
 
 def __dir__() -> list[str]:

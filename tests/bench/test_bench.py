@@ -31,7 +31,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import load as engine_room
 from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear
-from slipstream.measure import environment, racing
+from slipstream.measure import environment, timing
 from slipstream.measure import environment as machine
 from slipstream.models.loading.load import load_scorer
 from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, Clock, scorer, tiny
@@ -44,7 +44,7 @@ SMALL = BenchSettings(gammas=(2, 3), batches=(1, 3), temperatures=(0.0, 1.0), ma
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever garbage would be collected, which takes most of the time of runs as short as these."""
     calls: list[int] = []
-    monkeypatch.setattr(racing.gc, "collect", lambda: calls.append(1))
+    monkeypatch.setattr(timing.gc, "collect", lambda: calls.append(1))
     return calls
 
 

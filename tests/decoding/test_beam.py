@@ -28,13 +28,12 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.copying import sure
-from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.heads import HeadsDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.same_rows import SameRowsDrafter
+from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer

@@ -26,12 +26,12 @@ from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
-from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.same_rows import exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
 from slipstream.training.ahead import new_eagle3

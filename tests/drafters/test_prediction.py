@@ -14,8 +14,8 @@ from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.drafters.known_first import KnownFirst
+from slipstream.drafters.lookup import Prediction
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.prediction import Prediction
 from slipstream.drafters.tree import TreeDrafter
 from toys.drafts import Altered, drafted, flat
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation

@@ -19,9 +19,8 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
-from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.heads import HeadsDrafter
-from slipstream.drafters.same_rows import SameRowsDrafter
+from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import slipstream
-from slipstream.engine.proposals import self_draft_proposal
+from slipstream.engine.target import self_draft_proposal
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import quantized
 from slipstream.kernels.quantization import Precision

@@ -19,7 +19,7 @@ import slipstream
 from slipstream.bench import QUICK, measure
 from slipstream.check import check
 from slipstream.cli import app as cli
-from slipstream.drafters.early_exit import exit_drafter
+from slipstream.drafters.same_rows import exit_drafter
 from slipstream.engine.tasks import Task, frame
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from scripted import LATE, ONE, THREE, Gammas, agree, drafts, drive, repeat
 from slipstream.decoding.sampling import Sampling
-from slipstream.execution import backends, capturing, fused
+from slipstream.execution import backends, capturing, graphs
 from slipstream.execution.cuda_graphs import Captured
-from slipstream.execution.fused import Fused
-from slipstream.execution.graphs import GRAPHS
+from slipstream.execution.graphs import GRAPHS, Fused
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, rare, tiny
@@ -60,32 +59,32 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_one_compilation_serves_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[Any] = []
+    made: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
+        made.append(graph)
         return graph
 
-    monkeypatch.setattr(fused, "BACKEND", backend)
+    monkeypatch.setattr(graphs, "BACKEND", backend)
     compiled, told = GRAPHS.compiled, list[str]()
     function = Fused(double, {"three"}, "toy", lambda: told.append("compiling"))
     assert not told  # nothing is compiled before the first call
     assert all(run(function, 4, 9, 2, 300))
-    assert (len(graphs), told, GRAPHS.compiled) == (1, ["compiling"], compiled + 1)
+    assert (len(made), told, GRAPHS.compiled) == (1, ["compiling"], compiled + 1)
 
 
 def test_control_sizes_that_are_constant_are_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[Any] = []
-    monkeypatch.setattr(fused, "BACKEND", lambda graph, inputs: graphs.append(graph) or graph)
+    made: list[Any] = []
+    monkeypatch.setattr(graphs, "BACKEND", lambda graph, inputs: made.append(graph) or graph)
     assert all(run(Fused(double, {"three", "length"}, "toy", lambda: None), 4, 9))
-    assert len(graphs) == 2
+    assert len(made) == 2
 
 
 def test_a_function_that_cannot_be_compiled_runs_as_it_is_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no Triton here")
 
-    monkeypatch.setattr(fused, "BACKEND", broken)
+    monkeypatch.setattr(graphs, "BACKEND", broken)
     function = Fused(double, (), "toy", lambda: None)
     with pytest.warns(RuntimeWarning, match="toy runs with more and smaller kernels, it cannot be compiled") as caught:
         assert all(run(function, 4, 9, 2))
@@ -97,7 +96,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is_after_one_warning(monk
 def test_fused_passes_give_the_eager_logits(
     monkeypatch: pytest.MonkeyPatch, device: str, name: str, backend: str
 ) -> None:
-    monkeypatch.setattr(fused, "BACKEND", backend)
+    monkeypatch.setattr(graphs, "BACKEND", backend)
     model, said = tiny(FAMILIES[name]).to(device), list[str]()
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append))
     with warnings.catch_warnings():
@@ -115,7 +114,7 @@ def test_fused_passes_give_the_eager_logits(
 def test_chains_of_fused_steps_are_what_token_by_token_would_have_been(
     monkeypatch: pytest.MonkeyPatch, device: str, rounds: Gammas, backend: str
 ) -> None:
-    monkeypatch.setattr(fused, "BACKEND", backend)
+    monkeypatch.setattr(graphs, "BACKEND", backend)
     model, samplers = tiny(FAMILIES["llama"]).to(device), [Sampling(temperature=0.7)] * len(rounds[0])
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([4])

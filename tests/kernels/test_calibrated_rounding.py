@@ -18,9 +18,9 @@ from slipstream.kernels.calibrated_rounding import quantize_for, spreading
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear, packed, quantized
 from slipstream.kernels.quantization import Codes, Precision, quantize
-from slipstream.models.loading import calibration, kept_codes
-from slipstream.models.loading.calibration import input_products, own_text
+from slipstream.models.loading import kept_codes
 from slipstream.models.loading.cut_head import with_kept_tokens
+from slipstream.models.loading.kept_codes import input_products, own_text
 from slipstream.models.loading.twins import quantized_twin
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, tiny
@@ -111,7 +111,7 @@ def test_products_are_those_of_what_layers_are_given() -> None:
 def test_a_quantized_model_is_nearer_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, also where the products do not fit in memory at once; every layer of 32 features has
     its codes."""
-    monkeypatch.setattr(calibration, "MOST_BYTES", 5000)
+    monkeypatch.setattr(kept_codes, "MOST_BYTES", 5000)
     model: Any = tiny(FAMILIES["llama"])
     twin, nearest = quantized_twin(model, "toy", GPTQ), quantized(model, Precision(4, 32))
     text = torch.arange(96).view(8, 12)
@@ -125,7 +125,7 @@ def test_a_quantized_model_is_nearer_to_its_own(monkeypatch: pytest.MonkeyPatch)
 
 @needs_kernel
 def test_drafts_and_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(kept_codes, "MOST_BYTES", 1 << 20)
     model = tiny(FAMILIES["llama"])
     engine = slipstream.load(model, "int4?group=64&rounding=gptq", quantize="int8?rounding=gptq")
     fast, slow = (engine.generate([[5, 6]], max_new_tokens=8, temperature=0, plain=each) for each in (False, True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.measure.racing import race, ratios, spread
+from slipstream.measure.timing import race, ratios, spread
 
 
 def test_everybody_runs_once_per_lap_and_is_first_in_turn() -> None:

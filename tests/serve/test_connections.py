@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from slipstream.serve import connections, gate
-from slipstream.serve.connections import Connection
+from slipstream.serve import gate, server
 from slipstream.serve.gate import AccessLog, Gate
+from slipstream.serve.server import Connection
 from slipstream.serve.settings import ServeSettings
 from slipstream.serve.sockets import listen
 
@@ -51,7 +51,7 @@ def asked(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that do not wait long."""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.1)
 
 
@@ -77,7 +77,7 @@ def test_a_body_that_does_not_come_is_a_408(impatient: None) -> None:
 
 
 def test_who_sends_whole_requests_in_pieces_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 30)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 30)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         for part in (POST[:9], POST[9:], b"x" * 4, b"x" * 5, POST, b"y" * 9):

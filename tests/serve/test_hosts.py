@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.serve.hosts import Hosts
+from slipstream.serve.settings import Hosts
 
 HERE = ("localhost", "localhost:8000", "LOCALHOST.", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "[::1]", "")
 ELSEWHERE = ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "2130706433", "x")

@@ -21,7 +21,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import scorers
-from slipstream.measure.requests import request_for
+from slipstream.measure.replay import request_for
 from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.loading.load import load_model
 

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.bench.records import GENERATE, PLAIN, BenchReport, BenchTask, Contender, Output, Result
 from slipstream.core.stats import Stats
-from slipstream.measure.racing import Spread, race, ratios, spread
+from slipstream.measure.timing import Spread, race, ratios, spread
 
 Repetition = dict[Contender, Output]
 

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.core.source import SourceFrame
 from slipstream.core.stats import Stats
 from slipstream.decoding.rules import rule
-from slipstream.measure.racing import Spread
+from slipstream.measure.timing import Spread
 from slipstream.text.jsontext import json_text
 
 PLAIN, SPECULATIVE = "slipstream plain", "slipstream speculative"

@@ -9,7 +9,7 @@ from slipstream.core.request import Request, Sampler
 from slipstream.core.source import SourceFrame
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import Rule
-from slipstream.measure.requests import request_for
+from slipstream.measure.replay import request_for
 
 Listener = Callable[[str, int, int], None]
 """A function that receives the progress of a check: (stage, done, total)."""

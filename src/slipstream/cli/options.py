@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -16,10 +17,39 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli.app import flag
-from slipstream.cli.ranks import on_ranks
 from slipstream.core.model_options import DEVICES, DRAFTS, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
 from slipstream.core.options import OPTIONS, WHEN
 from slipstream.models.loading.pairings import PAIRINGS, chat_target
+
+
+def on_ranks(command: Callable[[], None]) -> None:
+    """Run a command on rank 0, with its target on all ranks; only rank 0 reads, prints and writes.
+
+    Raises ValueError, which says how to start it, in a single process, and ConnectionError on all remaining ranks
+    when one is lost.
+    """
+    from slipstream.engine.target import follow
+    from slipstream.execution.ranks import RankLost, join
+
+    ranks = join()
+    if not ranks.leads:
+        warnings.simplefilter("ignore")  # rank 0 shows the same warnings
+        try:
+            follow()
+        except RankLost as error:
+            raise RankLost(f"rank {ranks.rank} ends: {error}") from error
+        return
+    try:
+        command()
+    except RankLost:
+        raise
+    except BaseException:
+        if ranks.lost is None:
+            raise
+        raise RankLost(ranks.lost) from None  # torchrun ends all ranks when one has ended, which looks like Ctrl-C
+    finally:
+        ranks.close()
+
 
 MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 

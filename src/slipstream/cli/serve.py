@@ -108,8 +108,7 @@ def serve(context: typer.Context) -> None:
 
 def _recipe(context: typer.Context) -> Recipe:
     from slipstream.models.loading.origin import source_name
-    from slipstream.serve.hosts import Hosts
-    from slipstream.serve.settings import Limits, ServeSettings, read_keys
+    from slipstream.serve.settings import Hosts, Limits, ServeSettings, read_keys
 
     params, models = context.params, chat_models(context)
     settings = ServeSettings(

@@ -22,7 +22,6 @@ from slipstream.drafters.datastore.drafter import MEMORY, Datastore, DatastoreSe
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.index import Embedder
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
-from slipstream.drafters.early_exit import exit_drafter
 from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
@@ -32,7 +31,7 @@ from slipstream.drafters.remote.address import Settings, split_address
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.hello import VocabularySketch, read_key
 from slipstream.drafters.remote.link import DraftConnection
-from slipstream.drafters.same_rows import SameRowsDrafter
+from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
 from slipstream.kernels.quantization import NEAREST, Precision
 from slipstream.models.heads.dflash import load_dflash

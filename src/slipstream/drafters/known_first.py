@@ -11,7 +11,7 @@ from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.choice import merge
 from slipstream.drafters.copying import CopyingDrafter, grammar_of
-from slipstream.drafters.prediction import Prediction
+from slipstream.drafters.lookup import Prediction
 from slipstream.drafters.tree import TreeDrafter
 
 

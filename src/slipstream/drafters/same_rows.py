@@ -4,6 +4,10 @@ These rows hold every committed token, so nothing has to be copied and no prompt
 values are written to the slots behind the text, where the target's verifying pass overwrites them. The draft attends to
 the target's keys for the text, and to its own for drafted tokens. That only changes q, which is the law each token was
 really sampled from, so every rule stays exact.
+
+Drafting with the first layers only is how LayerSkip checkpoints are meant to be used (arXiv 2404.16710); leaving out
+layers in the middle needs no training (Draft & Verify, arXiv 2309.08168). How well that works depends on the layers,
+and `slipstream.plan.layers` measures it. Behind a skipped layer, the keys of drafted tokens are approximations.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from slipstream.core.protocols import Drafter, HasModel, Traits
 from slipstream.core.round import Context
 from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
 from slipstream.execution.draft_graphs import DraftsInGraphs
+from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
 class SameRowsDrafter(Drafter):
@@ -59,3 +64,13 @@ class SameRowsDrafter(Drafter):
             return law_of(context, logits, tokens, self.scorer.name)
 
         return sample_chain(context, law_after, gammas, self.scorer.device)
+
+
+def exit_drafter(target: HasModel, layers: int | Sequence[int]) -> SameRowsDrafter:
+    """Make the drafter that samples a chain from some layers of the target, on the rows of its cache.
+
+    `layers` is the number of first layers to run, or the numbers of layers, from 0. Raises ValueError if the target has
+    no such layers or cannot run with some of them.
+    """
+    count = len(find_layers(target.model, target.name)[1])
+    return SameRowsDrafter(part_of(target, kept_layers(layers, count)))

@@ -20,8 +20,7 @@ from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.defaults import AUTO, Defaults
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
-from slipstream.engine.proposals import self_draft_proposal
-from slipstream.engine.target import as_they_are, target_scorer
+from slipstream.engine.target import as_they_are, self_draft_proposal, target_scorer
 from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
 from slipstream.kernels.quantization import Precision

@@ -1,20 +1,46 @@
-"""Loading the target, in one piece or divided among processes, and a note for users on weights that are not packed."""
+"""Loading the target, in one piece or divided among processes, and the notes for users on it."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions
+from slipstream.core.protocols import HasModel, LiesOnRanks
 from slipstream.execution.passes import Mode
-from slipstream.execution.ranks import join
+from slipstream.execution.ranks import join, place
 from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import layer_bytes, lowest_bits, quantizing_fault
 from slipstream.kernels.placement import is_sharded, why_in_parts
-from slipstream.models.leading import LeadingScorer, lead
+from slipstream.models.leading import FollowingRank, LeadingScorer, lead
 from slipstream.models.loading.load import AnyScorer, load_scorer
 from slipstream.models.loading.origin import source_name
+
+WORTHWHILE = 1 << 26
+"""The size of linear layers, in bytes, above which reading fewer bits saves time: smaller ones fit processor caches."""
+
+
+def self_draft_proposal(scorer: Any, least: int = WORTHWHILE) -> list[str]:
+    """Return a sentence that proposes the target's own weights in 4 bits as its draft, in a list.
+
+    The list is empty where that is not possible, and where the linear layers take fewer than `least` bytes or have
+    4 bits already.
+    """
+    if not isinstance(scorer, HasModel) or isinstance(scorer, LiesOnRanks) or quantizing_fault(scorer.model):
+        return []
+    if lowest_bits(scorer.model) == 4 or layer_bytes(scorer.model) < least:
+        return []
+    return [
+        f"{scorer.name} decodes without a draft; draft='int4' (--draft int4) drafts with its own weights in 4 bits and "
+        "leaves its texts exact, and `slipstream plan` measures whether that is faster here."
+    ]
+
 
 OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
 """Options of transformers that divide a model too; they are refused, because the other ranks would not take part."""
@@ -67,3 +93,39 @@ def without_programs(scorers: Iterable[Any]) -> Iterator[str]:
     for scorer in scorers:
         if fault := getattr(getattr(scorer, "execution", None), "fault", None):
             yield f"{fault}."
+
+
+def follow() -> bool:
+    """Work for rank 0 until it ends -> True; on rank 0, and where torchrun did not start several, return False at once.
+
+    Every rank but the first holds a part of each target that rank 0 loads with `tp_plan`, and repeats its calls.
+    Raises ConnectionError, with the reason, if a rank is lost.
+
+    >>> if slipstream.follow(): sys.exit()  # doctest: +SKIP
+    """
+    if place()[1] < 2:
+        return False
+    ranks = join()
+    if ranks.leads:
+        return False
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 logs the same messages
+    try:
+        with _led_by_rank_0():
+            FollowingRank(ranks).run()
+    finally:
+        ranks.close()
+    return True
+
+
+@contextmanager
+def _led_by_rank_0() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM inside the block: rank 0 gets them too, finishes, and ends the other ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)

@@ -25,8 +25,7 @@ from slipstream.execution.draft_graphs import (
     sizes_of_draft,
     traced_draft,
 )
-from slipstream.execution.fused import Fused
-from slipstream.execution.graphs import graph_progress, warn
+from slipstream.execution.graphs import Fused, graph_progress, warn
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import (
     EAGERLY,

@@ -1,14 +1,19 @@
-"""What the graphs that torch compiles have in common: sizes that vary, counts, and the warning if there is none."""
+"""Functions of tensors that torch compiles: with sizes that vary, counted, and with a warning if it cannot be done.
+
+A captured pass of a 1.1 B model replays some 700 kernels, and most of them take longer to start than to work: inductor
+fuses them to fewer and larger ones, which are then captured as CUDA graphs.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -73,3 +78,49 @@ def warn(name: str, what: str, error: Exception) -> None:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     warnings.warn(f"{name} {what} cannot be compiled: {reason}", RuntimeWarning, stacklevel=4)
+
+
+BACKEND = "inductor"
+
+
+class Fused:
+    """A function of tensors, compiled at its first call; weights in its closure are read where they are.
+
+    If it cannot be compiled, on a machine without Triton or a C compiler for example, one warning says so, and it runs
+    with its own kernels.
+    """
+
+    def __init__(self, function: Callable[..., Any], constant: Collection[str], name: str, on_graph: OnGraph) -> None:
+        """Prepare a function whose sizes vary, except those named in `constant`.
+
+        `name` is the model's, for the warning; `on_graph` is called before the function is compiled.
+        """
+        self._function, self._constant, self._name, self._on_graph = function, constant, name, on_graph
+        self._graph: Any = None
+        self._failed = False
+
+    def __call__(self, inputs: Sequence[Any], sizes: Sizes) -> Any:
+        """Run the function on inputs, the dimensions of which are named by `sizes`."""
+        if self._failed:
+            return self._function(*inputs)
+        try:
+            return self._run(inputs, sizes)
+        except Exception as error:  # of any type, from dynamo, inductor, Triton or the machine's C compiler
+            self._failed = True
+            warn(self._name, "runs with more and smaller kernels, it", error)
+            return self._function(*inputs)
+
+    def _run(self, inputs: Sequence[Any], sizes: Sizes) -> Any:
+        """Run the compiled function, which is compiled at the first call."""
+        if self._graph is None:
+            GRAPHS.compiled += 1
+            self._on_graph()
+            vary(sizes, self._constant)
+            self._graph = torch.compile(own_code(self._function), fullgraph=True, backend=BACKEND)
+        # Torch's warnings are about its own code.
+        with (
+            torch._dynamo.config.patch(STATIC),
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            warnings.catch_warnings(action="ignore"),
+        ):
+            return self._graph(*inputs)

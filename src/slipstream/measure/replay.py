@@ -1,17 +1,36 @@
-"""Feeds finished texts to the target again, for the laws that plain decoding would have drawn from."""
+"""Makes requests that measure, and feeds finished texts to the target again, for the laws of plain decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from slipstream.core.draws import draw
+from slipstream.core.draws import draw, request_key
 from slipstream.core.law import Law, RowFailure
 from slipstream.core.protocols import Scorer
-from slipstream.core.request import Prefixes, Request, Row
+from slipstream.core.request import Prefixes, Request, Row, Sampler
 from slipstream.core.round import Context
+from slipstream.core.source import SourceFrame, framed
+
+
+def request_for(
+    text: tuple[int, ...],
+    sampler: Sampler,
+    max_new_tokens: int,
+    *,
+    copy: int = 0,
+    eos: Collection[int] = (),
+    seed: int = 0,
+    frame: SourceFrame | None = None,
+) -> Request:
+    """Make a request to continue token ids or, with a `frame`, one whose source they are.
+
+    The keys of its draws are made of the text and its `copy` number, so that they do not depend on the batch.
+    """
+    begin, source = framed(frame, text)
+    return Request(begin, sampler, max_new_tokens, frozenset(eos), seed, request_key(text, copy), source=source)
 
 
 def plain_law(rows: Sequence[Row], scores: Tensor, model: str) -> Law:

@@ -30,15 +30,13 @@ from slipstream.execution.names import with_cache
 from slipstream.execution.native import Native
 from slipstream.execution.passes import Execution
 from slipstream.kernels.placement import input_device
-from slipstream.models.draft_chains import DraftChains
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
 from slipstream.models.families import logits_alone, probe, refuse_unsupported, trial_text, windows_of
 from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.media.processor import modalities_of, read_with_media
 from slipstream.models.memory import Memory, OnMemory
-from slipstream.models.pass_builder import PassBuilder
-from slipstream.models.pass_runner import PassRunner
+from slipstream.models.pass_runner import DraftChains, PassBuilder, PassRunner
 
 PREFILL_TOKENS = 512
 """Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""

@@ -26,8 +26,8 @@ from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, succeeded
-from slipstream.drafters.early_exit import exit_drafter
-from slipstream.measure.racing import race, ratios
+from slipstream.drafters.same_rows import exit_drafter
+from slipstream.measure.timing import race, ratios
 from slipstream.models.layers import find_layers, part_of, spell
 from slipstream.theory import best_gamma, walltime_factor
 

@@ -22,9 +22,8 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.sampling import Sampling
-from slipstream.measure.racing import race
-from slipstream.measure.requests import request_for
-from slipstream.measure.timing import Beat, beats
+from slipstream.measure.replay import request_for
+from slipstream.measure.timing import Beat, beats, race
 from slipstream.models.facts import weight_bytes
 from slipstream.plan.predict import AcceptanceCounts, PlanCosts, between
 

@@ -1,11 +1,8 @@
 """Speculative execution of any stochastic process: a cheap f' drafts, and the trajectories have the law of f."""
 
 from slipstream.processes.costs import Costs, measure
-from slipstream.processes.discrete import Discrete
 from slipstream.processes.executors import Pooled
-from slipstream.processes.gaussian import Gaussian
-from slipstream.processes.laws import Laws, reject_until
-from slipstream.processes.mixture import Mixture
+from slipstream.processes.laws import Discrete, Gaussian, Laws, Mixture, reject_until
 from slipstream.processes.numbers import Numbers
 from slipstream.processes.rounds import Kernel, ProcessRound
 from slipstream.processes.runs import Run, Speculation, simulate
