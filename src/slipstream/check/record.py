@@ -267,21 +267,17 @@ def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...],
         assert draft.law.tokens is not None
         observed.q = _worst(observed.q or 0.0, draft.law.tokens != draft.tokens)
     else:
-        _compare_leaf(observed, draft, recorder.draws(scope, Purpose.DRAFT))
-
-
-def _compare_leaf(observed: Observations, draft: Draft, drawn: Sequence[Drawn]) -> None:
-    """Compare a draft that was drawn token by token, or by a graph."""
-    assert draft.law is not None
-    numbers = [each.chances for each in drawn if each.chances is not None]
-    for chances in numbers[:1]:  # later ones are for a further round, which a server may prepare
-        observed.q = _worst(observed.q or 0.0, _inverted(draft, chances))
-    tokenwise = [each for each in drawn if each.chances is None]
-    if len(tokenwise) == draft.law.positions:
-        for node, each in enumerate(tokenwise):
-            assert each.law is not None and each.tokens is not None
-            gap = _drawn_from(draft, node, each.law.to(draft.tokens.device), each.tokens)
-            observed.q = _worst(observed.q or 0.0, gap)
+        drawn = recorder.draws(scope, Purpose.DRAFT)
+        assert draft.law is not None
+        numbers = [each.chances for each in drawn if each.chances is not None]
+        for chances in numbers[:1]:  # later ones are for a further round, which a server may prepare
+            observed.q = _worst(observed.q or 0.0, _inverted(draft, chances))
+        tokenwise = [each for each in drawn if each.chances is None]
+        if len(tokenwise) == draft.law.positions:
+            for node, each in enumerate(tokenwise):
+                assert each.law is not None and each.tokens is not None
+                gap = _drawn_from(draft, node, each.law.to(draft.tokens.device), each.tokens)
+                observed.q = _worst(observed.q or 0.0, gap)
 
 
 def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:

@@ -98,16 +98,13 @@ def generate(context: typer.Context, prompts: Prompts = None) -> None:
     samples = options.get("num_return_sequences") or options.pop("n")
     if samples > 1:
         items = [replace(item, where=f"{item.where}, sample {i}") for item in items for i in range(1, samples + 1)]
-    raise typer.Exit(_answer(Work(engine, items, options, params["profile"], samples), params))
-
-
-def _answer(work: Work, params: dict[str, Any]) -> int:
+    work = Work(engine, items, options, params["profile"], samples)
     for item in work.items:
         if item.error:
             say(f"{item.where}: {item.error}")
     shows = {"stream": _show_stream, "explain": _show_rounds, "as_json": _show_json}
     code = next((show for name, show in shows.items() if params[name]), _show_text)(work)
-    return code or (WRONG if work.failed or any(item.error for item in work.items) else 0)
+    raise typer.Exit(code or (WRONG if work.failed or any(item.error for item in work.items) else 0))
 
 
 def _models(context: typer.Context) -> ModelOptions:

@@ -49,7 +49,11 @@ class BeamDecoder:
                 self._admit()
                 self._play()
                 yield tuple(self.running)
-                self._dismiss()
+                ended = [place for place, search in enumerate(self.running) if search.finish_reason]
+                if ended:
+                    self._cache.free(ended)
+                    self._drafts.free(ended)
+                    self.running = [search for search in self.running if not search.finish_reason]
         finally:
             self.decoder.target.free(range(len(self.decoder.target.lengths)))
             self._drafts.close()
@@ -110,13 +114,6 @@ class BeamDecoder:
             max(0, min(gamma, search.limit - 1 - search.depth))
             for gamma, search in zip(gammas, self.running, strict=True)
         ]
-
-    def _dismiss(self) -> None:
-        ended = [place for place, search in enumerate(self.running) if search.finish_reason]
-        if ended:
-            self._cache.free(ended)
-            self._drafts.free(ended)
-            self.running = [search for search in self.running if not search.finish_reason]
 
 
 def searches_of(target: Scorer, requests: Sequence[Request]) -> list[BeamSearch]:

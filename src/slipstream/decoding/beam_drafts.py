@@ -107,7 +107,16 @@ class ModelBeams(BeamDrafts):
             depths = list(map(min, depths, rooms))
         for level in range(max(depths, default=0)):
             going = [level < depth for depth in depths]
-            self._guess(cache, searches, beams, going)
+            # The draft scores the prefixes of its beams that have no law yet: these are guesses.
+            unknown = [
+                [beam.prefix for beam in some if _law(beam.prefix) is None] if goes else []
+                for some, goes in zip(beams, going, strict=True)
+            ]
+            new = [cache.lacking(place, wanted) for place, wanted in enumerate(unknown)]
+            if any(new):
+                keep = [self._candidates(search, beams=1) for search in searches]
+                for prefix, outcome in score(cache, searches, new, keep, self._vocab):
+                    prefix.guess = Candidates([], [], []) if isinstance(outcome, Fault) else outcome
             for place, search in enumerate(searches):
                 if going[place]:
                     beams[place] = self._grow(search, beams[place])
@@ -115,24 +124,6 @@ class ModelBeams(BeamDrafts):
         if self._shared is not None:
             self._scorer.rollback(before)  # guesses stay stored in the prefixes; needed keys are computed again
         return proposals
-
-    def _guess(
-        self,
-        cache: TrieCache,
-        searches: Sequence[BeamSearch],
-        beams: Sequence[Sequence[Beam]],
-        going: Sequence[bool],
-    ) -> None:
-        """Score by the draft the prefixes of its beams that have no law yet, and store the results as guesses."""
-        unknown = [
-            [beam.prefix for beam in some if _law(beam.prefix) is None] if goes else []
-            for some, goes in zip(beams, going, strict=True)
-        ]
-        new = [cache.lacking(place, wanted) for place, wanted in enumerate(unknown)]
-        if any(new):
-            keep = [self._candidates(search, beams=1) for search in searches]
-            for prefix, outcome in score(cache, searches, new, keep, self._vocab):
-                prefix.guess = Candidates([], [], []) if isinstance(outcome, Fault) else outcome
 
     def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
         """Return the best beams one token longer, by the laws that are known, without texts that have ended."""

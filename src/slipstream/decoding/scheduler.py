@@ -123,7 +123,15 @@ class Scheduler:
         gammas = [gamma if row.request.gamma is None else row.request.gamma for row, gamma in chosen]
         round = play_round(self.decoder, self.running, gammas, self.prefill_chunk * self.prefill_growth)
         self._state = controller.update(self._state, round)
-        self._end_at_limits()
+        # End the rows that fill the target's context or all memory, or whose time is over.
+        context = self.decoder.target.context
+        for row in self.running:
+            if row.finish_reason:
+                continue
+            full = (context and len(row.tokens) >= context) or not self._admission.fits([row])
+            row.timed_out = row.late and not full
+            if full or row.timed_out:
+                row.finish_reason = "length"
         self._dismiss()
         return round
 
@@ -170,17 +178,6 @@ class Scheduler:
             here.append(self.waiting.pop(0))
             here[-1].started = here[-1].started or monotonic()  # a preempted row has started before
             self._reader.add(here[-1])
-
-    def _end_at_limits(self) -> None:
-        """End the rows that fill the target's context or all memory, or whose time is over."""
-        context = self.decoder.target.context
-        for row in self.running:
-            if row.finish_reason:
-                continue
-            full = (context and len(row.tokens) >= context) or not self._admission.fits([row])
-            row.timed_out = row.late and not full
-            if full or row.timed_out:
-                row.finish_reason = "length"
 
     def _dismiss(self) -> None:
         self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])

@@ -174,10 +174,7 @@ class TreeWalk:
         if law is None:
             assert self._law is not None
             law = Law(probs=self._law.unsqueeze(1))
-        return Verdict(accepted, law, self._beta(path), path=path)
-
-    def _beta(self, path: Tensor) -> Tensor:
-        """Return sum min(p, q) along the path, the chance of ONE candidate as in the paper, without the tree's gain."""
+        # Sum min(p, q) along the path, the chance of ONE candidate as in the paper, without the tree's gain.
         # The first child of every node, the root in front: the candidate that a chain would have drafted there.
         first = [
             next((c for c, parent in enumerate(self.parents) if parent == node), 0)
@@ -188,7 +185,7 @@ class TreeWalk:
         assert self._draft.law is not None
         nodes = torch.nn.functional.pad(path, (1, 0), value=ROOT)[:, :-1] + 1
         laws = [beta(self._p.at(nodes[:, d]), self._draft.law.at(children[nodes[:, d]])) for d in range(self.depth)]
-        return torch.cat(laws, 1)
+        return Verdict(accepted, law, torch.cat(laws, 1), path=path)
 
 
 def _norm(weights: Tensor, otherwise: Tensor) -> Tensor:

@@ -52,7 +52,12 @@ class Follower:
         self.starts = [self.starts[place] for place in kept]
         self._known = [self._known[place] for place in kept]
         for row in rows[len(kept) :]:
-            self._join(row)
+            self.scorer.add(1, [row.request.source])
+            text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
+            if row.request.gamma != 0 and (limit is None or len(text) < limit):
+                known = self._store.recall(len(self.starts), text, row.request.cache_salt)
+            self.starts.append(0)
+            self._known.append(known)
         self._rows, self._late = list(rows), [False] * len(rows)
 
     def begin(self, context: Context, gammas: Sequence[int]) -> list[int]:
@@ -65,14 +70,6 @@ class Follower:
     def windowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Return, per row, how many of its drafted tokens come from a shortened text; see `Draft.windowed`."""
         return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
-
-    def _join(self, row: Row) -> None:
-        self.scorer.add(1, [row.request.source])
-        text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
-        if row.request.gamma != 0 and (limit is None or len(text) < limit):
-            known = self._store.recall(len(self.starts), text, row.request.cache_salt)
-        self.starts.append(0)
-        self._known.append(known)
 
     def _remember(self, place: int) -> None:
         """Store a row's cached tokens in the prefix cache, if they are a prefix of its text."""

@@ -41,7 +41,14 @@ class SuffixAutomaton:
         for token in tokens:
             self._remember()
             follower = self.followers[self._match].get(token, 0)
-            self._grow(token)
+            # Extend the automaton by one token (Blumer's algorithm).
+            new = self._add(self._longest[self._whole] + 1, 0, {}, len(self.text) + 1)
+            state, self._whole = self._whole, new
+            while state >= 0 and token not in self.followers[state]:
+                self.followers[state][token] = new
+                state = self.links[state]
+            if state >= 0:
+                self.links[new] = self._split(state, token)
             self.text.append(token)
             self._find(follower)
 
@@ -64,16 +71,6 @@ class SuffixAutomaton:
                 return
             self._recent[state] = len(self.text)
             state = self.links[state]
-
-    def _grow(self, token: int) -> None:
-        """Extend the automaton by one token (Blumer's algorithm)."""
-        new = self._add(self._longest[self._whole] + 1, 0, {}, len(self.text) + 1)
-        state, self._whole = self._whole, new
-        while state >= 0 and token not in self.followers[state]:
-            self.followers[state][token] = new
-            state = self.links[state]
-        if state >= 0:
-            self.links[new] = self._split(state, token)
 
     def _split(self, state: int, token: int) -> int:
         """Return the state whose longest string is that of `state` plus the token, split off if needed."""

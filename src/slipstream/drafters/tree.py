@@ -111,7 +111,15 @@ class TreeDrafter:
         width = self.shape[level]
         one = law.at(torch.full((law.rows,), place, device=law.device))
         if one.points is not None:
-            return self._siblings_by_kind(context, law, where)
+            assert law.points is not None
+            kinds = [[row for row, point in enumerate(law.points) if point is kind] for kind in (True, False)]
+            parts = [
+                self._siblings(context.select(rows), law.select(torch.tensor(rows, device=law.device)), where)
+                for rows in kinds
+            ]
+            order = torch.tensor([row for rows in kinds for row in rows], device=law.device).argsort()
+            tokens, laws = zip(*parts, strict=True)
+            return torch.cat(tokens)[order], Law.join(laws, 0).select(order)
         if one.scores is not None:  # greedy: the best candidates, the lowest id first among equals
             best = one.scores[:, 0].sort(descending=True, stable=True).indices[:, :width]
             return best, Law(tokens=best)
@@ -124,17 +132,6 @@ class TreeDrafter:
             if not self.replacement:
                 left = left.scatter(-1, new.unsqueeze(-1), 0)
         return torch.cat(drawn, 1), Law.join([one] * width, 1)
-
-    def _siblings_by_kind(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
-        assert law.points is not None
-        kinds = [[row for row, point in enumerate(law.points) if point is kind] for kind in (True, False)]
-        parts = [
-            self._siblings(context.select(rows), law.select(torch.tensor(rows, device=law.device)), where)
-            for rows in kinds
-        ]
-        order = torch.tensor([row for rows in kinds for row in rows], device=law.device).argsort()
-        tokens, laws = zip(*parts, strict=True)
-        return torch.cat(tokens)[order], Law.join(laws, 0).select(order)
 
 
 def tree_parents(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

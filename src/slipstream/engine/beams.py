@@ -50,7 +50,10 @@ class BeamTexts:
             for running in rounds:
                 for search in running:
                     if search.finish_reason:
-                        self._finish(search, on_completion)
+                        self._done |= dict(self._completions_of(search))
+                        for index in self._texts_of(search.index):
+                            if on_completion is not None and index in self._done:
+                                on_completion(index, self._done[index])
                 if not wanted():
                     return
 
@@ -69,12 +72,6 @@ class BeamTexts:
     def completions(self) -> list[Completion]:
         """All completions, in order; unfinished searches give their best texts so far, with reason "interrupted"."""
         return [self._done.get(index, now) for search in self._searches for index, now in self._completions_of(search)]
-
-    def _finish(self, search: BeamSearch, on_completion: Callable[[int, Completion], object] | None) -> None:
-        self._done |= dict(self._completions_of(search))
-        for index in self._texts_of(search.index):
-            if on_completion is not None and index in self._done:
-                on_completion(index, self._done[index])
 
     def _texts_of(self, place: int) -> range:
         return range(place * self._width, (place + 1) * self._width)

@@ -41,8 +41,21 @@ class Options(CallFields):
             if name != "seed" and not only_scored:
                 option.check(getattr(self, name))
         self._check_seeds()
-        self._check_ends()
-        self._check_texts()
+        stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise OptionError(
+                    "stop", f"stop holds {shown(text)}, but it is one text or several, none of them empty."
+                )
+        object.__setattr__(self, "stop", tuple(stops))
+        ids = listed(self.stop_token_ids, "stop_token_ids", "it is a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
+        begin = listed(self.decoder_prompt, "decoder_prompt", "it is a list of token ids")
+        object.__setattr__(self, "decoder_prompt", tuple(whole_number("decoder_prompt", token, 0) for token in begin))
+        prediction = "" if self.prediction is None else self.prediction
+        for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
+            if not isinstance(value, str):
+                raise OptionError(name, f"{name} is {shown(value)}, but it is a text.")
         if self.gamma is not None:
             controller(self.gamma)
         if self.verify is not None:
@@ -85,26 +98,6 @@ class Options(CallFields):
             return
         seeds = listed(self.seed, "seed", "it is one whole number, or one for each prompt")
         object.__setattr__(self, "seed", tuple(whole_number("seed", seed, 0) for seed in seeds))
-
-    def _check_ends(self) -> None:
-        """Check what ends a text (strings, ids) and the tokens its decoder begins with; store tuples."""
-        stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
-        for text in stops:
-            if not isinstance(text, str) or not text:
-                raise OptionError(
-                    "stop", f"stop holds {shown(text)}, but it is one text or several, none of them empty."
-                )
-        object.__setattr__(self, "stop", tuple(stops))
-        ids = listed(self.stop_token_ids, "stop_token_ids", "it is a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
-        begin = listed(self.decoder_prompt, "decoder_prompt", "it is a list of token ids")
-        object.__setattr__(self, "decoder_prompt", tuple(whole_number("decoder_prompt", token, 0) for token in begin))
-
-    def _check_texts(self) -> None:
-        prediction = "" if self.prediction is None else self.prediction
-        for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
-            if not isinstance(value, str):
-                raise OptionError(name, f"{name} is {shown(value)}, but it is a text.")
 
     @property
     def stops(self) -> list[str]:

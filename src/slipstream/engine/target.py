@@ -57,18 +57,6 @@ def target_scorer(how: ModelOptions, mode: Mode) -> AnyScorer | LeadingScorer:
                 f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
             )
         return load_scorer(source, how.dtype, how.device, mode, **how.for_target())
-    _check(how)
-    ranks = join()
-    if not ranks.leads:
-        raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
-    scorer = lead(ranks, source, how.dtype, how.tp_plan, **how.for_target())
-    if mode.compiled:
-        warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
-    return scorer
-
-
-def _check(how: ModelOptions) -> None:
-    """Raise ValueError for what cannot be divided among ranks."""
     if not isinstance(how.target, str | Path):
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
     if how.tp_plan != "auto" and not isinstance(how.tp_plan, dict):
@@ -78,6 +66,13 @@ def _check(how: ModelOptions) -> None:
     for name in how.given():
         if reason := MODEL_OPTIONS[name].one_piece:
             raise ValueError(f"{name} cannot be used with tp_plan, for {reason}: leave one of them out.")
+    ranks = join()
+    if not ranks.leads:
+        raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
+    scorer = lead(ranks, source, how.dtype, how.tp_plan, **how.for_target())
+    if mode.compiled:
+        warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
+    return scorer
 
 
 def as_they_are(scorer: Any, mode: Mode) -> list[str]:

@@ -332,7 +332,11 @@ class Worker:
             deliveries = [self._follow(round, place, now) for place in range(len(round.rows))]
             for listener in self.listeners:
                 listener.on_round(round, self)
-        deliveries += self._aborted(now)
+        # The last pieces of requests that were aborted, including those that never ran.
+        aborted = [(number, ticket) for number, ticket in list(self._tickets.items()) if ticket.ended]
+        for number, _ in aborted:
+            self._end(number, now)
+        deliveries += [(ticket, [ticket.generation.end()]) for _, ticket in aborted]
         if deliveries:
             self._send(deliveries)
         if round is None and not self._scheduler.busy and not self._searches and not self._wake.wait(REST):
@@ -353,13 +357,6 @@ class Worker:
         if row.finish_reason:
             self._end(row.index, now)
         return ticket, pieces
-
-    def _aborted(self, now: float) -> list[tuple[Ticket, list[Piece]]]:
-        """Return the last pieces of requests that were aborted, including those that never ran."""
-        aborted = [(number, ticket) for number, ticket in list(self._tickets.items()) if ticket.ended]
-        for number, _ in aborted:
-            self._end(number, now)
-        return [(ticket, [ticket.generation.end()]) for _, ticket in aborted]
 
     def _end(self, number: int, now: float) -> None:
         ticket = self._tickets.pop(number)

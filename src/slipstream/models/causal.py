@@ -80,7 +80,11 @@ class CausalScorer(OnMemory):
         self.fix_shape(None)
         if decoder is None and isinstance(execution, Native):
             self._touch()  # a program writes to stores that are there already
-            self._make_program()
+            # Run a text, so that the program is made and compared before others wait for it.
+            text = trial_text(self.vocab, min(8, self.context or 8))
+            self.add(1)
+            self.extend(torch.tensor([text]), [len(text)])
+            self.free([0])
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
         """Return a Scorer that runs another model, of this one's layers or of copies, over the same rows and cache.
@@ -193,13 +197,6 @@ class CausalScorer(OnMemory):
             self.add(1)
             self._prefill([[0]], 0)
             self.free([0])
-
-    def _make_program(self) -> None:
-        """Run a text, so that the program is made and compared before others wait for it."""
-        text = trial_text(self.vocab, min(8, self.context or 8))
-        self.add(1)
-        self.extend(torch.tensor([text]), [len(text)])
-        self.free([0])
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives.

@@ -319,11 +319,8 @@ class FollowingRank:
                 self.ranks.answer(str(error))
                 raise
             except Exception as error:
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Report an error; go on if rank 0 had one too, as it was the request's fault. Raises RankLost otherwise."""
-        fault = first_sentence(error)
-        self.ranks.answer(fault)
-        if not self.ranks.leader_agrees() or not isinstance(self.ranks.listen(), Failed):
-            raise RankLost(fault) from error
+                # Report an error; go on if rank 0 had one too, as it was the request's fault.
+                fault = first_sentence(error)
+                self.ranks.answer(fault)
+                if not self.ranks.leader_agrees() or not isinstance(self.ranks.listen(), Failed):
+                    raise RankLost(fault) from error

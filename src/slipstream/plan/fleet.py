@@ -195,10 +195,6 @@ def simulate(
         on_step(number)
     for each in fleet:
         each.advance(float("inf"))
-    return _service(fates, fleet)
-
-
-def _service(fates: Sequence[Fate], fleet: Sequence[SimulatedReplica]) -> Service:
     ends = [fate.end - fate.arrival.time for fate in fates]
     end, last = max(fate.end for fate in fates), fates[-1].arrival.time
     return Service(

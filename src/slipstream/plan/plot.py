@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from slipstream.files import atomic_write
 from slipstream.plan.planner import PlanReport
-from slipstream.plan.predict import Outlook
 
 
 def draw(report: PlanReport, file: str) -> None:
@@ -18,7 +16,12 @@ def draw(report: PlanReport, file: str) -> None:
     speed, curve = figure.subplots(1, 2)
     for rows, by_draft in report.outlooks.items():
         for name, outlook in by_draft.items():
-            _lines(speed, curve, outlook, f"{name}, {rows} {'rows' if rows > 1 else 'row'}")
+            label = f"{name}, {rows} {'rows' if rows > 1 else 'row'}"
+            gammas = [each.gamma for each in outlook.predictions]
+            (line,) = speed.plot(gammas, [each.factor for each in outlook.predictions], "o-", label=label)
+            bounds = zip(*((each.low, each.high) for each in outlook.predictions), strict=True)
+            speed.fill_between(gammas, *bounds, color=line.get_color(), alpha=0.15)
+            curve.plot([gamma + 1 for gamma in gammas], [each.curve for each in outlook.predictions], "o-", label=label)
     for each in report.verifications:
         speed.plot(each.gamma, each.factor, "k*", label=f"measured, {each.rows} rows" if each.rows > 1 else "measured")
     speed.axhline(1, color="grey", linewidth=0.8)
@@ -31,12 +34,3 @@ def draw(report: PlanReport, file: str) -> None:
             figure.savefig(part, format=Path(file).suffix[1:] or None)
     except ValueError as error:
         raise ValueError(f"--plot {file}: {str(error).splitlines()[0]}") from error
-
-
-def _lines(speed: Any, curve: Any, outlook: Outlook, label: str) -> None:
-    """Draw the predicted speeds of a draft with their intervals, and its curve of verify costs."""
-    gammas = [each.gamma for each in outlook.predictions]
-    (line,) = speed.plot(gammas, [each.factor for each in outlook.predictions], "o-", label=label)
-    bounds = zip(*((each.low, each.high) for each in outlook.predictions), strict=True)
-    speed.fill_between(gammas, *bounds, color=line.get_color(), alpha=0.15)
-    curve.plot([gamma + 1 for gamma in gammas], [each.curve for each in outlook.predictions], "o-", label=label)

@@ -63,7 +63,11 @@ class Speculation:
             lengths = (goal[names] - made[names] - 1).clamp(max=self.gamma)
             round = play_round(self.target, self.draft, chains, lengths)
             cuts = self._cut(round)
-            _write(trajectories, chains, round, cuts)
+            rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
+            states = round.path[rows, ahead]
+            if states.is_floating_point() and not bool(states.isfinite().all()):
+                raise FloatingPointError("a state is not finite: the target's law diverged (a smaller step may help).")
+            trajectories[chains.names[rows], chains.times[rows] + ahead + 1] = states
             made[names] += cuts.abs()
             goal[names[cuts < 0]] = made[names[cuts < 0]]
             stats += _count(round, cuts.abs())
@@ -87,15 +91,6 @@ def simulate(
 ) -> Run:
     """Run chains without a draft, with one call of f per step. Arguments and errors as of `Speculation.run`."""
     return Speculation(target, target, 0, ended).run(starts, steps, seed)
-
-
-def _write(trajectories: Tensor, chains: Chains, round: ProcessRound, cuts: Tensor) -> None:
-    """Write the states that stand after a round into the trajectories."""
-    rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
-    states = round.path[rows, ahead]
-    if states.is_floating_point() and not bool(states.isfinite().all()):
-        raise FloatingPointError("a state is not finite: the target's law diverged (a smaller step may help).")
-    trajectories[chains.names[rows], chains.times[rows] + ahead + 1] = states
 
 
 def _count(round: ProcessRound, taken: Tensor) -> Stats:

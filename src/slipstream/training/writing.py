@@ -79,13 +79,10 @@ class WrittenTexts:
                 some, temperature=temperature, max_new_tokens=new, seed=int(rng.integers(2**31)), plain=True
             )
             self.texts += [[*prompt, *one.tokens] for prompt, one in zip(some, done, strict=True)]
-            self._save()
-
-    def _save(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        flat = torch.tensor([token for text in self.texts for token in text], dtype=torch.int32)
-        lengths = torch.tensor(list(map(len, self.texts)), dtype=torch.int32)
-        save_tensors(self.file, KIND, {"tokens": flat, "lengths": lengths}, self.settings)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            flat = torch.tensor([token for text in self.texts for token in text], dtype=torch.int32)
+            lengths = torch.tensor(list(map(len, self.texts)), dtype=torch.int32)
+            save_tensors(self.file, KIND, {"tokens": flat, "lengths": lengths}, self.settings)
 
 
 def openings(documents: Iterable[Tokens], count: int, seed: int = 0) -> list[list[int]]:

@@ -42,15 +42,6 @@ class StringMatch(Drafter):
             math.ceil(gamma * len(view.ids) / len(row.tokens))
             for gamma, view, row in zip(wanted, reader.readings, rows, strict=True)
         ]
-        written = self._write(steps)
-        drafts = [
-            self._encode(view.text, new)[:gamma]
-            for view, new, gamma in zip(reader.readings, written, wanted, strict=True)
-        ]
-        return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
-
-    def _write(self, steps: Sequence[int]) -> list[list[int]]:
-        """Decode up to `steps[r]` tokens per row with the draft model -> these tokens, in its own vocabulary."""
         most = max(steps) if self.scorer.context is None else min(max(steps), self.scorer.context - 1)
         logits = self.reader.catch_up(most)
         tokens = torch.empty(len(steps), 0, dtype=torch.long, device=self.scorer.device)
@@ -59,7 +50,12 @@ class StringMatch(Drafter):
             tokens = torch.cat([tokens, logits.argmax(-1)], 1)
             if i + 1 < most:
                 logits = self.reader.feed(tokens[:, -1:], [int(i + 1 < wanted) for wanted in steps])
-        return [row[:wanted] for row, wanted in zip(tokens.tolist(), steps, strict=True)]
+        written = [row[:wanted] for row, wanted in zip(tokens.tolist(), steps, strict=True)]
+        drafts = [
+            self._encode(view.text, new)[:gamma]
+            for view, new, gamma in zip(reader.readings, written, wanted, strict=True)
+        ]
+        return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
 
     def _encode(self, text: str, written: Sequence[int]) -> list[int]:
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))

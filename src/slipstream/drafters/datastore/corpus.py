@@ -113,7 +113,17 @@ class Corpus:
         step = max(1, (high - low) / SAMPLE)
         starts = sorted(self._order[low + int(i * step)] for i in range(min(SAMPLE, high - low)))
         places = np.array(starts)[:, None] + np.arange(length, length + count)
-        return self._vote(length, self._tokens[places.clip(max=len(self) - 1)].tolist())
+        # The most frequent continuation, token by token, among the occurrences that agree with it so far.
+        rows = self._tokens[places.clip(max=len(self) - 1)].tolist()
+        total, tokens, chances = len(rows), list[int](), list[float]()
+        for place in range(len(rows[0])):
+            token, votes = Counter(row[place] for row in rows).most_common(1)[0]
+            if token >= self.vocab:  # the end of a document, or a mark
+                break
+            rows = [row for row in rows if row[place] == token]
+            tokens.append(token)
+            chances.append(votes / total)
+        return Match(length, tuple(tokens), tuple(chances))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         arrays = {"text": torch.from_numpy(self.text), "suffixes": torch.from_numpy(self.suffixes)}
@@ -152,18 +162,6 @@ class Corpus:
     def _reader(self, size: int) -> Callable[[int], bytes]:
         text, width = self._bytes, self._width
         return lambda start: text[start * width : start * width + size].tobytes()
-
-    def _vote(self, length: int, rows: list[list[int]]) -> Match:
-        """Return the most frequent continuation, token by token, among the occurrences that agree with it so far."""
-        total, tokens, chances = len(rows), list[int](), list[float]()
-        for place in range(len(rows[0])):
-            token, votes = Counter(row[place] for row in rows).most_common(1)[0]
-            if token >= self.vocab:  # the end of a document, or a mark
-                break
-            rows = [row for row in rows if row[place] == token]
-            tokens.append(token)
-            chances.append(votes / total)
-        return Match(length, tuple(tokens), tuple(chances))
 
 
 def as_ids(document: Any) -> Array:

@@ -104,19 +104,16 @@ class Datastore(CopyingDrafter[Trace]):
         super().observe(round)
         for row in round.rows:
             if row.finish_reason and self.learn and row.output:
-                self._learn(row)
+                # If that fails, it warns and stops learning, so that the response is not lost.
+                assert self.memory is not None
+                try:
+                    self.memory.add(self.namespace(row.request), self._request_tokens(row), row.output)
+                except OSError as error:
+                    self.learn = False
+                    warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
     def namespace(self, request: Request) -> str:
         return self._namespace if isinstance(self._namespace, str) else self._namespace(request)
-
-    def _learn(self, row: Row) -> None:
-        """Add a response to the memory; if that fails, warn and stop learning, so that the response is not lost."""
-        assert self.memory is not None
-        try:
-            self.memory.add(self.namespace(row.request), self._request_tokens(row), row.output)
-        except OSError as error:
-            self.learn = False
-            warnings.warn(f"{error} Responses are no longer learned.", RuntimeWarning, stacklevel=2)
 
     def begin(self, row: Row) -> Trace:
         recalled = None

@@ -132,11 +132,7 @@ def decode_body(kind: FrameType, sequence: int, body: bytes) -> Frame:
     values, announced = (content.get(name) if isinstance(content, dict) else None for name in ("values", "arrays"))
     if not isinstance(values, dict) or not isinstance(announced, list):
         raise FrameError("a frame holds other JSON than it should")
-    return Frame(kind, sequence, values, _arrays(announced, memoryview(body)[SIZE.size + size :]))
-
-
-def _arrays(announced: Sequence[Any], data: memoryview) -> list[np.ndarray]:
-    """Read the arrays that a frame announces. Raises FrameError unless they fill its data exactly."""
+    data = memoryview(body)[SIZE.size + size :]
     arrays = list[np.ndarray]()
     if len(announced) > MOST_ARRAYS:
         raise FrameError(f"a frame has {len(announced)} arrays: {MOST_ARRAYS} are allowed")
@@ -151,4 +147,4 @@ def _arrays(announced: Sequence[Any], data: memoryview) -> list[np.ndarray]:
         data = data[dtype.itemsize * count :]
     if len(data):
         raise FrameError("a frame is longer than what it announces")
-    return arrays
+    return Frame(kind, sequence, values, arrays)

@@ -215,7 +215,13 @@ def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
     ids, weights = (_split(frame.array(place, code), sizes, len(sizes)) for place, code in ((3, "i"), (4, "f")))
     laws = [SentLaw(array("i", i), array("f", w)) for i, w in zip(ids, weights, strict=True)]
     for law in laws:
-        _check_law(law, vocab)
+        if not len(law.ids) or not (np.diff(law.ids) > 0).all():
+            raise FrameError("the ids of a law do not ascend")
+        _ids(law.ids, vocab)
+        if not (np.isfinite(law.weights).all() and (law.weights > 0).all()):
+            raise FrameError("a law has weights that are not above 0")
+        if abs(math.fsum(law.weights.tolist()) - 1) > SUM_TOLERANCE:
+            raise FrameError("the weights of a law do not sum to one")
     drafts, start = list[DraftRow](), 0
     if len(per_row) != len(rows) or int(per_row.sum()) != len(laws) or (per_row < 0).any():
         raise FrameError("laws do not fit their tokens")
@@ -226,17 +232,6 @@ def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
         drafts.append(DraftRow(row, drafted, tuple(laws[start : start + count])))
         start += count
     return drafts
-
-
-def _check_law(law: SentLaw, vocab: int) -> None:
-    """Raises FrameError unless ids ascend within the vocabulary and weights are positive and sum to one."""
-    if not len(law.ids) or not (np.diff(law.ids) > 0).all():
-        raise FrameError("the ids of a law do not ascend")
-    _ids(law.ids, vocab)
-    if not (np.isfinite(law.weights).all() and (law.weights > 0).all()):
-        raise FrameError("a law has weights that are not above 0")
-    if abs(math.fsum(law.weights.tolist()) - 1) > SUM_TOLERANCE:
-        raise FrameError("the weights of a law do not sum to one")
 
 
 def _ids(values: np.ndarray, vocab: int) -> list[int]:

@@ -50,7 +50,13 @@ class BeamCall:
         processors, criteria, config = handed
         beams = beams_of(config)
         assert beams is not None
-        _refuse(config, call, inputs)
+        if inputs.get("inputs_embeds") is not None or (call.get("kwargs") or {}).get(CACHE) is not None:
+            raise ValueError(f"inputs_embeds and {CACHE} cannot be honoured with num_beams: pass the prompt's tokens.")
+        if config.return_dict_in_generate and config.output_logits:
+            raise ValueError(
+                "output_logits cannot be honoured with num_beams, for a draft changes which logits there are: "
+                "leave it out."
+            )
         self.beams, self.config = beams, config
         once = {name: _unrepeated(value, len(input_ids), beams.num_beams) for name, value in inputs.items()}
         ids = input_ids[:: beams.num_beams]
@@ -90,13 +96,3 @@ class BeamCall:
 def _unrepeated(value: Any, rows: int, beams: int) -> Any:
     """Return every beams-th row of a tensor that was repeated for every beam; other values as they are."""
     return value[::beams] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
-
-
-def _refuse(config: Any, call: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Raise ValueError for inputs and outputs that beam search does not support."""
-    if inputs.get("inputs_embeds") is not None or (call.get("kwargs") or {}).get(CACHE) is not None:
-        raise ValueError(f"inputs_embeds and {CACHE} cannot be honoured with num_beams: pass the prompt's tokens.")
-    if config.return_dict_in_generate and config.output_logits:
-        raise ValueError(
-            "output_logits cannot be honoured with num_beams, for a draft changes which logits there are: leave it out."
-        )

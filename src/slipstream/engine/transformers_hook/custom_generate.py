@@ -130,7 +130,11 @@ class CustomGenerate:
             handed = (logits_processor, stopping_criteria, generation_config)
             searching = BeamCall(model, input_ids, handed, call, model_kwargs)
             with self._locked(model):
-                return self._search(model, searching)
+                target, draft = self._pair(model)
+                drafter = ModelDrafter(draft, target.vocab)
+                decoder = Decoder(target, drafter, controller=self._controller)
+                result, self.stats = searching.run(decoder, self._seed_of(searching.config))
+                return result
         opening = Opening.of(model, input_ids, generation_config, call, model_kwargs)
         batch = Batch(input_ids, opening.prompts, logits_processor, stopping_criteria, generation_config)
         with self._locked(model):
@@ -188,13 +192,6 @@ class CustomGenerate:
         if read is not None:
             read.take_in(sequences, sequences.shape[1] - batch.ids.shape[1], target.context)
         return batch.result(rows, sequences, read and read.cache)
-
-    def _search(self, model: PreTrainedModel, call: BeamCall) -> Any:
-        target, draft = self._pair(model)
-        drafter = ModelDrafter(draft, target.vocab)
-        decoder = Decoder(target, drafter, controller=self._controller)
-        result, self.stats = call.run(decoder, self._seed_of(call.config))
-        return result
 
     def _seed_of(self, config: Any) -> int:
         """Return the seed of a call: the fixed one, or for sampling one from torch's global generator."""

@@ -81,12 +81,19 @@ def with_adapter(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel
     What peft has to say about it becomes `model.notes`. Raises ValueError in one sentence if it cannot be merged.
     """
     place, notes = read_adapter(adapter), list(getattr(model, "notes", ()))
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel, load_peft_weights
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            _resize(model, place)
+            # The model gets as many tokens as the embeddings have that an adapter comes with, if any.
+            embeddings = model.get_input_embeddings()
+            name = next(name for name, module in model.named_modules() if module is embeddings)
+            weights = load_peft_weights(place, device="cpu")
+            for part in ("weight", "base_layer.weight"):
+                saved = weights.get(f"base_model.model.{name}.{part}")
+                if saved is not None and len(saved) != len(embeddings.weight):
+                    model.resize_token_embeddings(len(saved), mean_resizing=False)
             wrapped = PeftModel(model, PeftConfig.from_pretrained(place, inference_mode=True))
             names = getattr(model, "_checkpoint_conversion_mapping", {})
             report = wrapped.load_adapter(place, "default", key_mapping=names)
@@ -100,19 +107,6 @@ def with_adapter(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel
     said = [each for each in said if each.category is UserWarning]  # not those on deprecated names
     done.notes = [*notes, *(f"the adapter {adapter}: {first_sentence(Exception(each.message))}" for each in said)]
     return done
-
-
-def _resize(model: PreTrainedModel, place: str) -> None:
-    """Give a model as many tokens as the embeddings have that an adapter comes with, if any."""
-    from peft import load_peft_weights
-
-    embeddings = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embeddings)
-    weights = load_peft_weights(place, device="cpu")
-    for part in ("weight", "base_layer.weight"):
-        saved = weights.get(f"base_model.model.{name}.{part}")
-        if saved is not None and len(saved) != len(embeddings.weight):
-            model.resize_token_embeddings(len(saved), mean_resizing=False)
 
 
 def merged(source: Any) -> Any:

@@ -67,7 +67,9 @@ def _values(file: GgufFile) -> dict[str, Any]:
         if (value := file.metadata.get(f"tokenizer.{key}")) is not None
     }
     values = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}) | values
-    values.setdefault("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())) or _rows(file))
+    values.setdefault(
+        "vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())) or file.tensors["token_embd.weight"].shape[0]
+    )
     values["tie_word_embeddings"] = "output.weight" not in tensors or family in ("falcon", "bloom")
     if "head_dim" in values or family in ("qwen2", "qwen3", "phi3", "gemma3"):
         values |= {"head_dim": width} if (width := file.value("attention.key_length")) else {}
@@ -81,11 +83,6 @@ def _values(file: GgufFile) -> dict[str, Any]:
         base = values.pop("rope_theta", 10000.0)
         values["rope_parameters"] = {"rope_theta": base, **rotation}
     return values
-
-
-def _rows(file: GgufFile) -> int:
-    """Return the number of embeddings of a file without a vocabulary."""
-    return file.tensors["token_embd.weight"].shape[0]
 
 
 def _rotation(file: GgufFile) -> dict[str, Any]:

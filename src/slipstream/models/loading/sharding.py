@@ -35,7 +35,16 @@ def load_sharded(
             model = shard(load_model(source, dtype, "cpu", **options), plan)
     except ValueError as error:
         raise _without_plan(source, error) from error
-    _check_heads(model, size)
+    # A number of key-value heads that is no multiple of the ranks would cut heads apart.
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        fitting = [str(count) for count in range(2, heads + 1) if not heads % count]
+        several = f"start {' or '.join(fitting)} processes" if fitting else "spread its layers by device_map instead"
+        raise ValueError(
+            f"{model.config.name_or_path} has {heads} heads of keys and values, which {size} ranks cannot divide: "
+            f"{several}."
+        )
     _try_plan(model, plan, size)
     return model
 
@@ -44,7 +53,12 @@ def load_sharded(
 def shard(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """Return this rank's part, on its own device, of a model that every rank has loaded whole."""
     settings, _, mesh = type(model).prepare_distribute_model(_settings(plan))
-    _untie(model)
+    # Give tied weights a parameter each, since a plan names every layer's own.
+    for name in getattr(model, "all_tied_weights_keys", None) or {}:
+        owner, _, own = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        weight = getattr(layer, own)
+        setattr(layer, own, nn.Parameter(weight.detach(), requires_grad=weight.requires_grad))
     model = type(model).maybe_distribute_model(model, settings, mesh)
     model.tie_weights()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -61,28 +75,6 @@ def _settings(plan: Plan) -> Any:
         return DistributedConfig(tp_plan=plan)
     except (TypeError, ValueError) as error:
         raise ValueError(f"tp_plan={plan!r} is not possible: {first_sentence(error)}") from error
-
-
-def _untie(model: PreTrainedModel) -> None:
-    """Give tied weights a parameter each, since a plan names every layer's own. `tie_weights` ties them again."""
-    for name in getattr(model, "all_tied_weights_keys", None) or {}:
-        owner, _, own = name.rpartition(".")
-        layer = model.get_submodule(owner)
-        weight = getattr(layer, own)
-        setattr(layer, own, nn.Parameter(weight.detach(), requires_grad=weight.requires_grad))
-
-
-def _check_heads(model: PreTrainedModel, size: int) -> None:
-    """Raise ValueError if the number of key-value heads is no multiple of the ranks, which would cut heads apart."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and heads % size:
-        fitting = [str(count) for count in range(2, heads + 1) if not heads % count]
-        several = f"start {' or '.join(fitting)} processes" if fitting else "spread its layers by device_map instead"
-        raise ValueError(
-            f"{model.config.name_or_path} has {heads} heads of keys and values, which {size} ranks cannot divide: "
-            f"{several}."
-        )
 
 
 def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:

@@ -206,17 +206,14 @@ class StateScorer:
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Return the bytes of states of texts of these lengths: two per row, one of them from before the round."""
-        fixed, each = self._measure()
-        return sum(2 * (fixed + each * length) for length in lengths)
-
-    def _measure(self) -> tuple[int, int]:
-        """Return the bytes of a state without its tokens, and those per token, measured on two short texts."""
+        # Two short texts show the bytes of a state without its tokens, and those per token.
         if self._costs is None:
             with torch.inference_mode():
                 extra_inputs = self._calls.read(self.source_form.example(2) if self.source_form else None)
                 short, long = (self._size_of([0] * count, extra_inputs) for count in (1, 9))
             self._costs = short - (long - short) // 8, (long - short) // 8
-        return self._costs
+        fixed, each = self._costs
+        return sum(2 * (fixed + each * length) for length in lengths)
 
     def _size_of(self, text: list[int], extra_inputs: Any) -> int:
         tokens = torch.tensor([text], device=self.device)

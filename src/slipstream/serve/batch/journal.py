@@ -74,7 +74,19 @@ class Journal:
         self._check_header(anew)
         if anew:
             self._file.truncate(0)
-        size = self._read()
+        size = 0
+        with open(self.path, "rb") as file:
+            for place, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break
+                if place:
+                    try:
+                        entry = json.loads(line)
+                        self._offsets[int(entry["line"])] = size
+                        self.failed += bool(entry["failed"])
+                    except (ValueError, KeyError, TypeError):
+                        raise ValueError(f"{self.path}:{place + 1} is damaged: begin anew with --force.") from None
+                size += len(line)
         self._file.truncate(size)
         if not size:
             self._append(self._header)
@@ -138,22 +150,6 @@ class Journal:
             others = [name for name in ("settings", "prompts") if facts.get(name) != expected[name]] or ["version"]
             how = "give the same to go on, or begin anew with --force."
             raise ValueError(f"{self.path} was begun with other {' and '.join(others)}: {how}")
-
-    def _read(self) -> int:
-        offset = 0
-        with open(self.path, "rb") as file:
-            for place, line in enumerate(file):
-                if not line.endswith(b"\n"):
-                    break
-                if place:
-                    try:
-                        entry = json.loads(line)
-                        self._offsets[int(entry["line"])] = offset
-                        self.failed += bool(entry["failed"])
-                    except (ValueError, KeyError, TypeError):
-                        raise ValueError(f"{self.path}:{place + 1} is damaged: begin anew with --force.") from None
-                offset += len(line)
-        return offset
 
     def _records(self) -> Iterator[dict[str, Any]]:
         with open(self.path, "rb") as file:

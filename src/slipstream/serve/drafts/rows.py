@@ -210,7 +210,14 @@ class DraftRows:
         for each, ask in zip(served, asks, strict=True):
             stand, text = each.commit(ask, ahead and self._goes_ahead)
             texts.append((each.row, text, stand))
-        self._rewrite(texts)
+        # Replace the texts of rows; the drafter is first rolled back to the tokens that stay valid.
+        new = {id(row): tuple(text[stand:]) for row, text, stand in texts}
+        for row, text, stand in texts:
+            row.tokens[:] = [*text[:stand], *text[stand : stand + 1]]
+        self._observe(((),) * len(self.rows))
+        for row, text, _ in texts:
+            row.tokens[:] = text
+        self._observe(tuple(new.get(id(served.row), ()) for served in self.rows.values()))
         return served
 
     def draft(self, asking: Sequence[Served]) -> None:
@@ -238,16 +245,6 @@ class DraftRows:
             law = draft.law.select(torch.tensor([place], device=draft.law.device)) if draft.law else None
             served.take(tokens[place][: draft.lengths[place]], law)
         self._observe(((),) * len(every))
-
-    def _rewrite(self, texts: Sequence[tuple[Row, list[int], int]]) -> None:
-        """Replace the texts of rows; the drafter is first rolled back to the tokens that stay valid."""
-        new = {id(row): tuple(text[stand:]) for row, text, stand in texts}
-        for row, text, stand in texts:
-            row.tokens[:] = [*text[:stand], *text[stand : stand + 1]]
-        self._observe(((),) * len(self.rows))
-        for row, text, _ in texts:
-            row.tokens[:] = text
-        self._observe(tuple(new.get(id(served.row), ()) for served in self.rows.values()))
 
     def _observe(self, new: tuple[tuple[int, ...], ...]) -> None:
         """Call the drafter's `observe` after texts have changed, as after a round that emitted the new tokens."""
