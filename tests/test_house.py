@@ -58,7 +58,7 @@ LEVELS: dict[str, int] = {
 PURE = {
     "theory",
     "text.jsontext",
-    "text.answers",
+    "cli.answers",
     "core.values",
     "core.options",
     "engine.plan_file",

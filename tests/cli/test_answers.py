@@ -15,9 +15,9 @@ import pytest
 
 import slipstream
 from processes import OUTPUT, Command
+from slipstream.cli.answers import Answers
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
-from slipstream.text.answers import Answers
 from terminal import run
 
 

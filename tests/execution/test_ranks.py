@@ -12,7 +12,8 @@ import torch
 
 import slipstream
 from ranks import ended, start
-from slipstream.execution.ranks import RankLost, Ranks, place, undisturbed
+from slipstream.core.signals import undisturbed
+from slipstream.execution.ranks import RankLost, Ranks, place
 from terminal import run
 from toys import FAMILIES, tiny
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.cli.answers import Answers
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
@@ -28,9 +29,9 @@ from slipstream.cli.options import (
     written_parameters,
 )
 from slipstream.cli.settings import answer_as_dict, call_options
+from slipstream.core.signals import handling
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import LOOKS, figures, tame
-from slipstream.text.answers import Answers
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
@@ -85,7 +86,11 @@ def chat(context: typer.Context) -> None:
         )
     talk = Lines(engine) if raw else Messages(engine, system)
     conversation = Conversation(talk, options, _JsonScreen() if params["as_json"] else _TextScreen(console()))
-    with _ended_by_sigterm():
+
+    def end(*_: Any) -> NoReturn:
+        raise SystemExit(INTERRUPTED)
+
+    with handling(end, signal.SIGTERM):  # Ctrl-C, usually handled alike, ends answers only
         converse(conversation)
     # A user at a terminal has seen the errors; a program checks the exit code.
     raise typer.Exit(WRONG if conversation.failed and not sys.stdin.isatty() else 0)
@@ -241,21 +246,3 @@ def _lines() -> Iterator[str]:
             print()
             return
         yield line
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the command inside the block; Ctrl-C, usually handled alike, ends answers only."""
-
-    def end(*_: Any) -> NoReturn:
-        raise SystemExit(INTERRUPTED)
-
-    try:
-        before = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # only the main thread may set signal handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

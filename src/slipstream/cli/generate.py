@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from slipstream.cli.answers import Answers
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.options import (
@@ -33,7 +34,6 @@ from slipstream.core.model_options import ModelOptions
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import Explanation
 from slipstream.engine.plan_file import Plan
-from slipstream.text.answers import Answers
 from slipstream.text.prompts import Item, gather, with_media
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -28,6 +27,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from slipstream.core.signals import undisturbed
 
 PATIENCE = 10.0
 """The seconds that a failed rank waits for the others to report that they failed too."""
@@ -358,23 +359,3 @@ def _answer(connection: Connection) -> tuple[int, str]:
     """Receive the number of a message, and the fault that a rank had with it (empty for none)."""
     number, _, fault = connection.recv_bytes().decode().partition(" ")
     return int(number), fault
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM within the block; the first one is delivered at its end, unless it raised an error."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, Any]] = []
-    usual: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = {number: handler for number, handler in usual.items() if callable(handler)}
-    for number in ours:
-        signal.signal(number, lambda *arguments: came.append(arguments))
-    try:
-        yield
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
-    for number, frame in came[:1]:
-        ours[number](number, frame)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.draft import Tree
-from slipstream.core.media import Media, Modality
-from slipstream.core.protocols import Shape
+from slipstream.core.media import Modality
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.ranks import RankLost, Ranks
 from slipstream.models.families import first_sentence
@@ -115,6 +114,7 @@ class ModelShard:
     def __init__(self, scorer: AnyScorer) -> None:
         self.scorer: Any = scorer
         self.store = recalling(scorer)
+        self.recall, self.remember = self.store.recall, self.store.remember
 
     def __getattr__(self, name: str) -> Any:
         """Return the Scorer's own attribute, for all other methods."""
@@ -128,16 +128,18 @@ class ModelShard:
         """Store texts in a prefix cache of this part's own: all ranks store, and so evict, the same texts."""
         self.store.use_prefixes(None if limit is None else PrefixCache(limit, block))
 
-    def recall(self, row: int, text: list[int], salt: str) -> int:
-        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
-        return self.store.recall(row, text, salt)
-
-    def remember(self, row: int, text: list[int], salt: str) -> None:
-        """Store a text in the prefix cache, as far as the row holds it."""
-        self.store.remember(row, text, salt)
-
 
 # ---- rank 0 -----------------------------------------------------------------------------------------------------
+
+
+def _own(argument: Any) -> Any:
+    """Return an argument with lists of its own, since it is sent later, when others may have changed."""
+    return [*map(_own, argument)] if isinstance(argument, Sequence) and not isinstance(argument, str) else argument
+
+
+def _without_pass(method: str) -> Callable[..., Any]:
+    """Return the method of this name of a `LeadingScorer`, for a call without a pass."""
+    return lambda self, *arguments: self._later(method, *map(_own, arguments))
 
 
 class LeadingScorer:
@@ -216,46 +218,20 @@ class LeadingScorer:
 
     # ---- calls without a pass ---------------------------------------------------------------------------------------
 
-    def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order, with their sources."""
-        self._later("fork", list(rows))
-
-    def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
-        self._later("free", list(rows))
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows."""
-        self._later("rollback", list(lengths))
-
-    def scrub(self) -> None:
-        """Zero what rolled-back tokens left in the cache."""
-        self._later("scrub")
-
-    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the accepted tokens of a tree together."""
-        self._later("keep", list(starts), [list(path) for path in paths])
-
-    def fix_shape(self, shape: Shape | None) -> None:
-        """Run every pass after the prefill in one shape; None: in the shape of the work at hand."""
-        self._later("fix_shape", shape)
-
-    def attach(self, row: int, media: Media) -> None:
-        """Store the media of an empty row's text, which is then read in one piece."""
-        self._later("attach", row, media)
+    fork = _without_pass("fork")
+    free = _without_pass("free")
+    rollback = _without_pass("rollback")
+    scrub = _without_pass("scrub")
+    keep = _without_pass("keep")
+    fix_shape = _without_pass("fix_shape")
+    attach = _without_pass("attach")
+    recall = _without_pass("recall")
+    remember = _without_pass("remember")
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts on every rank from now on, in prefix caches as large as `cache`; None for no cache."""
         sizes = (None, 1) if cache is None else (cache.limit, cache.block)
         self._later("use_prefixes", *sizes)
-
-    def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
-        return self._later("recall", row, list(text), salt)
-
-    def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store a text in the prefix cache, as far as the row holds it; `text` are the tokens of the row."""
-        self._later("remember", row, list(text), salt)
 
     # ---- calls ----
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from slipstream.core.signals import ENDING, handling
 from slipstream.serve.cluster.scale import Scale
 from slipstream.serve.recipe import Recipe
 from slipstream.serve.sockets import say
@@ -60,17 +60,15 @@ class Cluster:
         except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
             ray.shutdown()
             raise ValueError(f"the cluster cannot serve: {' '.join(str(error).split())[-400:]}") from error
-        before = {kind: signal.signal(kind, end) for kind in (signal.SIGINT, signal.SIGTERM)}
         draft = f" with the draft {recipe.draft}" if recipe.draft else " without a draft"
-        say(f"{recipe.settings.names[0]}{draft} is ready at http://{self.host}:{self.port}")
-        try:
-            while not ended.wait(1):
-                pass
-            serve.delete(NAME)
-            if self.address is None:
-                serve.shutdown()
-        finally:
-            ray.shutdown()
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
+        with handling(end, *ENDING):
+            say(f"{recipe.settings.names[0]}{draft} is ready at http://{self.host}:{self.port}")
+            try:
+                while not ended.wait(1):
+                    pass
+                serve.delete(NAME)
+                if self.address is None:
+                    serve.shutdown()
+            finally:
+                ray.shutdown()
         return 0
