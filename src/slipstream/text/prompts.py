@@ -148,15 +148,19 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """The fields that may hold the prompt in a JSON line: a check of the value, and the allowed type in words."""
 
 
-def _from_json(line: bytes) -> Any:
-    record = read_json(line)
+def prompt_in(record: Any) -> tuple[str, Any]:
+    """Return the field of a JSON line that holds its prompt, and the prompt. Raises ValueError for none, or several."""
     forms = [form for form in FORMS if isinstance(record, dict) and form in record]
     if len(forms) != 1:
         raise ValueError('the line must be a JSON object with one of "prompt", "messages", "tokens".')
     check, allowed = FORMS[forms[0]]
     if not check(record[forms[0]]):
         raise ValueError(f'"{forms[0]}" must be {allowed}.')
-    return record[forms[0]]
+    return forms[0], record[forms[0]]
+
+
+def _from_json(line: bytes) -> Any:
+    return prompt_in(read_json(line))[1]
 
 
 def _is_record(line: bytes) -> bool:

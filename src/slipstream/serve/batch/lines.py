@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat, ServerReply
 from slipstream.text.jsontext import json_text, read_json
-from slipstream.text.prompts import FORMS, read_unpacked
+from slipstream.text.prompts import prompt_in, read_unpacked
 
 PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}
 """The endpoint for each field that holds a prompt."""
@@ -171,18 +171,13 @@ def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _plain_request(record: Mapping[str, Any], chat: bool) -> tuple[str, dict[str, Any]]:
     """Return path and body of a record in our own format; its other fields go to the endpoint as they are."""
-    kinds = [name for name in FORMS if name in record]
-    if len(kinds) != 1:
-        raise ValueError('the line must have one of "prompt", "messages", "tokens".')
-    kind, prompt = kinds[0], record[kinds[0]]
-    check, allowed = FORMS[kind]
-    if not check(prompt):
-        raise ValueError(f'"{kind}" must be {allowed}.')
+    form, prompt = prompt_in(record)
+    kind = form
     if not prompt:
         raise ValueError("the prompt is empty.")
     if chat and kind == "tokens":
         raise ValueError("--chat cannot wrap token ids.")
     if chat and kind == "prompt":
         kind, prompt = "messages", [{"role": "user", "content": prompt}]
-    others = {name: value for name, value in record.items() if name not in (kinds[0], "id")}
+    others = {name: value for name, value in record.items() if name not in (form, "id")}
     return PATHS[kind], {**others, ("messages" if kind == "messages" else "prompt"): prompt}
