@@ -35,8 +35,8 @@ from slipstream.engine.engine import Engine
 from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.packing import PackedLinear, packed
 from slipstream.measure.environment import environment
+from slipstream.models.recurrent.rewinding import copied
 from slipstream.models.recurrent.scorer import StateScorer
-from slipstream.models.recurrent.states import copied
 
 SIZES: dict[str, dict[str, Any]] = {"vocab_size": 32000, "hidden_size": 1024}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -25,8 +25,7 @@ from slipstream.models.heads.eagle3 import Eagle3, Eagle3Settings
 from slipstream.models.loading.load import load_scorer, load_tokenizer
 from slipstream.models.loading.pairings import located
 from slipstream.training.ahead import KEPT, save_eagle3
-from slipstream.training.optimizers import muon_and_adam, trapezoid
-from slipstream.training.trainer import Checkpoint, Progress, Steps, Trainer
+from slipstream.training.trainer import Checkpoint, Progress, Steps, Trainer, muon_and_adam, trapezoid
 
 STORED = ("tokens", "answer", "total", "states")
 LAYER = {"intermediate_size": 576, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 1}

@@ -23,8 +23,7 @@ from pair.writing import written_texts
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.training.optimizers import muon_and_adam
-from slipstream.training.trainer import Seconds
+from slipstream.training.trainer import Seconds, muon_and_adam
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "slipstream" / "demo"
 VOCABULARY = 3072

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from slipstream.training.optimizers import trapezoid
-from slipstream.training.trainer import Budget, Checkpoint, Progress, Trainer
+from slipstream.training.trainer import Budget, Checkpoint, Progress, Trainer, trapezoid
 
 from . import ranks
 

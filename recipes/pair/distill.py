@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM
 
 from slipstream.training.lessons import LessonBatch, Lessons
 from slipstream.training.objectives import kl_then_tv
-from slipstream.training.optimizers import muon_and_adam
-from slipstream.training.trainer import Progress
+from slipstream.training.trainer import Progress, muon_and_adam
 
 from . import ranks
 from .budget import DEVICE, SEED, Tokens, train

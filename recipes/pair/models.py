@@ -11,8 +11,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from slipstream.training.optimizers import muon_and_adam
-from slipstream.training.trainer import Progress
+from slipstream.training.trainer import Progress, muon_and_adam
 
 from . import ranks
 from .budget import DEVICE, SEED, Tokens, bf16, train

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from serve.conftest import ServerProcess
 from slipstream.serve.conversations import Conversations, NoSuchResponse
-from slipstream.serve.response_input import as_chat
 from slipstream.serve.response_schema import InputMessage, ResponsesRequest
+from slipstream.serve.routes.responses import as_chat
 
 ASKED: dict[str, Any] = {"model": "embedded", "input": "add two numbers", "temperature": 0, "max_output_tokens": 16}
 LIMITED = {"type": "integer", "maximum": 99}

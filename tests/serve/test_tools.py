@@ -15,9 +15,9 @@ from slipstream.core.stats import Stats
 from slipstream.decoding.grammar import Grammars
 from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.serve.call_grammar import CallGrammar
 from slipstream.serve.readers import ByFamily, Reader, as_message, joined, many_calls, one_call, verbatim
 from slipstream.serve.response_format import AnswerForm
+from slipstream.serve.tools import CallGrammar
 from slipstream.text.detokenize import Detokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}

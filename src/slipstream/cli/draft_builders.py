@@ -152,7 +152,7 @@ def layers(place: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     """Measure with which of its layers the target drafts fastest for itself."""
     from slipstream.bench import PROMPTS
     from slipstream.decoding.sampling import Sampling
-    from slipstream.measure.requests import request_for
+    from slipstream.measure.replay import request_for
     from slipstream.plan.layers import first_layers, search_exit
 
     prompts = _prompts(sources, params) or PROMPTS

@@ -13,8 +13,7 @@ from torch import Tensor
 from slipstream.core.beams import Beams
 from slipstream.core.draft import Verifier
 from slipstream.core.draws import Rng
-from slipstream.core.law import Fault, Law
-from slipstream.core.logprobs import TokenLogprobs
+from slipstream.core.law import Fault, Law, TokenLogprobs
 from slipstream.core.media import Media
 from slipstream.core.source import Source
 from slipstream.core.stats import Stats

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.prefixes import Recalling
-from slipstream.core.law import wide
-from slipstream.core.logprobs import token_logprobs
+from slipstream.core.law import token_logprobs, wide
 from slipstream.core.media import ReadsMedia, same_media
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row

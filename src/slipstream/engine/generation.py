@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.law import Law
-from slipstream.core.logprobs import TokenLogprobs, token_logprobs
+from slipstream.core.law import Law, TokenLogprobs, token_logprobs
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions
 from slipstream.core.protocols import HasModel, LiesOnRanks
+from slipstream.core.signals import ENDING, handling
 from slipstream.execution.passes import Mode
 from slipstream.execution.ranks import join, place
 from slipstream.kernels.cpu import kernel_missing
@@ -105,22 +104,8 @@ def follow() -> bool:
         return False
     logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 logs the same messages
     try:
-        with _led_by_rank_0():
+        with handling(signal.SIG_IGN, *ENDING):  # rank 0 gets them too, finishes, and ends the other ranks
             FollowingRank(ranks).run()
     finally:
         ranks.close()
     return True
-
-
-@contextmanager
-def _led_by_rank_0() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM inside the block: rank 0 gets them too, finishes, and ends the other ranks."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)

@@ -1,19 +1,113 @@
-"""Tools: which tools the model may or must call, and what reads its answer."""
+"""Tools: which tools the model may or must call, the grammar of calls, and what reads its answer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.protocols import HasModel
-from slipstream.serve.call_grammar import CallGrammar
+from slipstream.decoding.grammar import ANSWER, Grammars, json_rule
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.readers import ByFamily, Reader, many_calls, one_call, verbatim
+from slipstream.serve.regions import CALLS, KINDS
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.schema import ChatRequest, ResponseFormat, Tool, ToolChoice
 from slipstream.serve.state import ServerState
 from slipstream.text.detokenize import Detokenizer
+from slipstream.text.jsontext import json_text
+
+SPACE, ANY = r"/\s{0,2}/", r"/(.|\n)*/"
+PIECES = re.compile(r"(\\s\*|\(\?P<name>[^)]*\))")
+"""What stands for white space, and for the name of a function, in the pattern of a mark."""
+
+UNKNOWN = re.compile(r"(?<!\\)[\[\](){}*+?^$|.]|\\\w")
+"""What else a pattern may have, which is not understood here."""
+
+LITERAL = re.compile(r'"([^"\\]|\\.)*"')
+"""A text in Lark."""
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """Writes the calls of the tools of a form as Lark. `grammars` know which tokens are special."""
+
+    form: AnswerForm
+    grammars: Grammars
+
+    def lark(self, parallel: bool) -> str | None:
+        """Return rules for an answer of calls, or of another form, perhaps after a thought; None if it has no calls.
+
+        Arguments that the family writes as JSON fit the schemas of the tools; all others are the model's own.
+        """
+        fields = self.form.template.fields
+        field = fields.get(CALLS)
+        calls = [self._call(field, tool["function"]) for tool in self.form.tools or ()] if field else []
+        if not calls or None in calls:
+            return None
+        thought = next((each for name, each in fields.items() if KINDS.get(name, "content") != "content"), None)
+        marks = [self._mark(thought, side) for side in ("open", "close")] if thought else [None]
+        begin = "" if None in marks else f"({marks[0]} {_until('thought', marks[1])} {SPACE})? "
+        many = "+" if parallel and field.repeats else ""
+        rules = [f"start: {begin}({ANSWER} | call{many})", f"call: {' | '.join(map(str, calls))}"]
+        ends = {"text": self._mark(field, "close"), "thought": marks[-1]}
+        return "\n".join([*rules, *(_any(name, end or "") for name, end in ends.items())])
+
+    def _call(self, field: Any, function: dict[str, Any]) -> str | None:
+        """Return a call of a function; None for a form that is not understood."""
+        begin, end = (self._mark(field, side, function["name"]) for side in ("open", "close"))
+        if begin is None or end is None:
+            return None
+        if field.content != "json" or field.content_args:  # a dialect
+            delimiters = {mark for pair in field.content_args.get("string_delims", ()) for mark in pair}
+            marks = "".join(f"{self._text(each)} text " for each in sorted(delimiters))
+            return f"{begin} text ({marks})* {end}" if marks else f"{begin} {_until('text', end)}"
+        schema = function.get("parameters") or {"type": "object"}
+        keys = field.transform["function"]
+        if keys == "{content}":
+            keys = {name: f"{{{name}}}" for name in ("name", "arguments")}
+        if keys["arguments"] != "{content}":
+            properties = {keys["name"][1:-1]: {"const": function["name"]}, keys["arguments"][1:-1]: schema}
+            schema = {"type": "object", "properties": properties, "required": [*properties]}
+            schema = {**schema, "additionalProperties": False}
+        if field.transform_each:
+            schema = {"type": "array", "items": schema, "minItems": 1}
+        return f"{begin} {SPACE} {json_rule(schema)} {SPACE} {end}"
+
+    def _mark(self, field: Any, side: str, name: str = "") -> str | None:
+        """Return a mark of a region, with the name of a function; "" for none, None for one that is not understood."""
+        literals, pattern = getattr(field, f"{side}_literals"), getattr(field, f"{side}_re")
+        if pattern is None:
+            return ""
+        if literals:
+            return self._text(literals[0])
+        made = []
+        for piece in PIECES.split(pattern.pattern):
+            if UNKNOWN.search(piece) and not PIECES.fullmatch(piece):
+                return None
+            written = name if piece.startswith("(?P<") else re.sub(r"\\(.)", r"\1", piece)
+            made.append(SPACE if piece == r"\s*" else self._text(written))
+        return " ".join(made)
+
+    def _text(self, text: str) -> str:
+        """Return a text as Lark, special tokens as such."""
+        ids = {str(token): number for number, token in self.form.tokenizer.added_tokens_decoder.items()}
+        special = sorted((each for each, number in ids.items() if self.grammars.special(number)), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+        return " ".join(f"<[{ids[part]}]>" if part in special else json_text(part) for part in parts if part)
+
+
+def _any(name: str, end: str) -> str:
+    """Return the rule of any text up to an end, which it holds if that is a text itself."""
+    literal = LITERAL.match(end)
+    return f"{name}[suffix={literal[0]}]: {ANY}" if literal else f"{name}: {ANY}"
+
+
+def _until(name: str, end: str | None) -> str:
+    """Return a text and its end, by the rule that `_any` makes."""
+    return f"{name} {LITERAL.sub('', end or '', 1)}"
+
 
 FREE = ResponseFormat(type="text")
 """The format of an answer that has none."""

@@ -30,8 +30,7 @@ from slipstream.models.heads.scorer import Head
 from slipstream.text.jsontext import json_text
 from slipstream.training.lessons import TextWindows
 from slipstream.training.objectives import objective_of
-from slipstream.training.optimizers import muon_and_adam, trapezoid
-from slipstream.training.trainer import Checkpoint, Steps, Trainer, Watch
+from slipstream.training.trainer import Checkpoint, Steps, Trainer, Watch, muon_and_adam, trapezoid
 
 KEPT = (
     *("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),

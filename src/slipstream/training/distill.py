@@ -31,8 +31,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.theory import best_gamma_by_position, expected_tokens, round_cost
 from slipstream.training.material import SEQUENCE, Material, target_of
 from slipstream.training.objectives import objective_of
-from slipstream.training.optimizers import muon_and_adam, trapezoid
-from slipstream.training.trainer import Checkpoint, Diverged, Progress, Steps, Trainer
+from slipstream.training.trainer import Checkpoint, Diverged, Progress, Steps, Trainer, muon_and_adam, trapezoid
 
 STATE, MEASURED = "training.safetensors", "measured.json"
 """The files of a training: weights and optimizers, and the measurements made during it."""

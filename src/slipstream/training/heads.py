@@ -24,8 +24,7 @@ from slipstream.models.families import longest_text
 from slipstream.models.heads.hidden_states import LAST, HiddenStates
 from slipstream.models.memory import Memory
 from slipstream.training.lessons import TextWindows
-from slipstream.training.optimizers import trapezoid
-from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch
+from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch, trapezoid
 
 STATE = "training.safetensors"
 """The file with the state of the training, in the folder of the heads."""

@@ -30,8 +30,7 @@ from slipstream.models.heads.hidden_states import HiddenStates, Records
 from slipstream.models.media.processor import RowMedia, modalities_of
 from slipstream.models.recurrent.calls import calls_of
 from slipstream.models.recurrent.recurrences import observe
-from slipstream.models.recurrent.rewinding import Rewind, RowState, Settled, Within, rewindable
-from slipstream.models.recurrent.states import apart, joined, size
+from slipstream.models.recurrent.rewinding import Rewind, RowState, Settled, Within, apart, joined, rewindable, size
 
 PREFILL_TOKENS = 512
 """The tokens of one prefill pass, which bounds the memory of activations for long prompts."""
