@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.execution.recording import Handler, Instruction, Recorder, Unrecordable, number_words
+from slipstream.execution.recording import (
+    TYPES,
+    Array,
+    Handler,
+    Instruction,
+    Operand,
+    Recorder,
+    Unrecordable,
+    number_words,
+)
 
 HANDLERS: dict[str, Handler] = {}
 """What emits the instructions of an operator, by the operator's name."""
@@ -321,8 +330,27 @@ def _quantized_rows(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any,
 
 @_handles("slipstream.attend")
 def _attend(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    *tensors, scale = args
-    recorder.emit(CODE["attend"], [out], [recorder.operand(each) for each in tensors], number_words([scale]))
+    queries, keys, values, mask, scale = args
+    (keys, key_scales), (values, value_scales) = (_stored(recorder, recorder.array(each)) for each in (keys, values))
+    operands = [recorder.operand(queries), keys, values, recorder.operand(mask), key_scales, value_scales]
+    recorder.emit(CODE["attend"], [out], operands, number_words([scale]))
+
+
+def _stored(recorder: Recorder, made: Array) -> tuple[Operand, Operand]:
+    """Return the codes and scales of which the steps so far made an array, or the array itself and None.
+
+    The kernel makes the same numbers where it reads them, so that those steps are left out.
+    """
+    steps = [step for step in recorder.steps if any(each and each.storage == made.storage for each in step.outputs)]
+    if [step.code for step in steps if isinstance(step, Instruction)] != [CODE["copy"], CODE["mul"]]:
+        return made, None
+    codes, (product, scales) = steps[0].inputs[0], steps[1].inputs
+    known = steps[0].outputs == steps[1].outputs == [product] == [made] and isinstance(scales, Array)
+    if not known or not isinstance(codes, Array) or TYPES[codes.type] is not torch.int8 or scales.strides[-1] != 0:
+        return made, None
+    later = recorder.steps[recorder.steps.index(steps[0]) + 1 :]
+    changed = any(each and each.storage in (codes.storage, scales.storage) for step in later for each in step.outputs)
+    return (made, None) if changed else (codes, scales)
 
 
 @_handles("aten.remainder")

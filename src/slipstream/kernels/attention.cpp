@@ -5,8 +5,9 @@
 // of its sums depends on them alone. A SPAN of places gets its weights at once, against the greatest score so far; a
 // PIECE is summed on its own, so that threads can share a text, and pieces are put together in their order.
 //
-// A tile serves as many queries as one or two vectors have lanes: of several tokens, and of all heads that share keys and
-// values. The lanes of a vector of scores are queries or, if there are few of these, places: the bits are the same.
+// A tile serves QUERIES queries: of several tokens, and of all heads that share keys and values. Both its products, scores
+// and weighted values, are made by one function, as a row of numbers for each query: so whatever is stored becomes what
+// that function multiplies first.
 
 #include <atomic>
 
@@ -16,18 +17,21 @@
 namespace {
 
 constexpr int64_t SPAN = 64;
-constexpr int64_t PIECE = 1024;
-constexpr int OUTPUTS = 2 * LANES;     // of a value that are summed at a time
+constexpr int64_t PIECE = 512;
 constexpr float HIDDEN = -1e30f;       // what a mask adds where nothing is to be seen
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-constexpr int MOST_KEYS = 8;           // that are scored at a time
-#if defined(__AVX512F__)
-constexpr int MOST_QUERIES = 12;  // whose OUTPUTS stay in registers
-#else
-constexpr int MOST_QUERIES = 4;
-#endif
 
 using slipstream::Steps;
+using slipstream::Stored;
+
+// What is multiplied: pairs of bfloat16 where the processor has them, else float32.
+#if defined(__AVX512BF16__)
+template <class Type>
+using Kind = Type;
+#else
+template <class Type>
+using Kind = Float32;
+#endif
 
 // What a token sees: the places from `begin` to `end`.
 struct Sight {
@@ -42,9 +46,10 @@ struct Sight {
 // What attention reads and writes.
 template <class Type>
 struct Attention {
-  const typename Type::Item *queries, *keys, *values, *mask;  // mask may be null: all slots are seen
-  typename Type::Item* outputs;                               // (rows, tokens, heads, width)
-  Steps query, key, value, masked;
+  const typename Type::Item *queries, *mask;  // mask may be null: all slots are seen
+  typename Type::Item* outputs;               // (rows, tokens, heads, width)
+  Stored keys, values;
+  Steps query, masked;
   int64_t rows, heads, groups, tokens, slots, width;  // `groups`: query heads for one head of keys
   float scale;
 
@@ -123,10 +128,10 @@ class Sights {
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-// 16 rows of 16 words, `apart` words from row to row -> their columns.
-void transpose(const void* from, int64_t apart, Lanes* to) {
+// LANES rows of as many words, `apart` words from row to row -> their columns.
+inline __attribute__((always_inline)) void transpose(const void* from, int64_t apart, Lanes* to) {
   const auto* row = static_cast<const uint32_t*>(from);
+#if defined(__AVX512F__)
   __m512i rows[LANES], pairs[LANES], fours[LANES];
   for (int i = 0; i < LANES; ++i) rows[i] = _mm512_loadu_si512(row + i * apart);
   for (int i = 0; i < LANES; i += 2) {
@@ -148,8 +153,29 @@ void transpose(const void* from, int64_t apart, Lanes* to) {
     to[8 + i] = (Lanes)_mm512_shuffle_i32x4(even[0], even[1], 0xdd);
     to[12 + i] = (Lanes)_mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
   }
-}
+#elif defined(__AVX2__)
+  __m256 rows[LANES], pairs[LANES], fours[LANES];
+  for (int i = 0; i < LANES; ++i) rows[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(row + i * apart));
+  for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0x44);
+      fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0xee);
+    }
+  for (int i = 0; i < 4; ++i) {
+    to[i] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[4 + i], 0x20);
+    to[4 + i] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[4 + i], 0x31);
+  }
+#else
+  uint32_t found[LANES][LANES];
+  for (int i = 0; i < LANES; ++i)
+    for (int j = 0; j < LANES; ++j) found[j][i] = row[i * apart + j];
+  std::memcpy(to, found, sizeof(found));
 #endif
+}
 
 int64_t up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
@@ -172,90 +198,33 @@ bool any(const Whole& lanes) {
   return found;
 }
 
-// How vectors become what `Type::add` multiplies by pairs (or single items).
-template <class Type>
-struct Pairs;
-
-template <>
-struct Pairs<Float32> {
-  static void join(const Lanes* from, int, float* to) { std::memcpy(to, from, sizeof(Lanes)); }
-
-  // OUTPUTS items of a row.
-  static void load(const float* row, int64_t, Lanes* to) {
-    for (int part = 0; part < 2; ++part) std::memcpy(&to[part], row + part * LANES, sizeof(Lanes));
-  }
-
-  // Numbers that lie side by side.
-  static void round(const Lanes* from, int64_t vectors, float* to) { std::memcpy(to, from, vectors * sizeof(Lanes)); }
-};
-
-template <>
-struct Pairs<BFloat16> {
-  // A vector and the one `apart` behind it, rounded.
-  static void join(const Lanes* from, int apart, uint16_t* to) {
 #if defined(__AVX512BF16__)
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)from[apart], (__m512)from[0]);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order(0, 16), both));
-#else
-    const Words both = (rounded(from[0]) >> 16) | (rounded(from[apart]) & 0xffff0000u);
-    std::memcpy(to, &both, sizeof(both));
-#endif
-  }
+// Vectors to pairs of bfloat16: those of two vectors that lie side by side, and those of a row and of the next one.
+void join(const Lanes* from, int64_t vectors, uint16_t* to) {
+  for (int64_t i = 0; i < vectors; i += 2, to += 2 * LANES)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)from[i + 1], (__m512)from[i]));
+}
 
-  // Numbers that lie side by side, an even count of vectors.
-  static void round(const Lanes* from, int64_t vectors, uint16_t* to) {
-    for (int64_t i = 0; i < vectors; i += 2, to += 2 * LANES) {
-#if defined(__AVX512BF16__)
-      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)from[i + 1], (__m512)from[i]));
-#else
-      for (int part = 0; part < 2; ++part) {
-        const Halves half = __builtin_convertvector(rounded(from[i + part]) >> 16, Halves);
-        std::memcpy(to + part * LANES, &half, sizeof(half));
-      }
+void join(const uint16_t* row, const uint16_t* next, int64_t width, uint16_t* to) {
+  alignas(LINE) uint16_t order[4 * LANES];
+  for (int i = 0; i < 2 * LANES; ++i) {
+    order[2 * i] = i;
+    order[2 * i + 1] = 2 * LANES + i;
+  }
+  const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 2 * LANES);
+  for (int64_t i = 0; i < width; i += 2 * LANES, to += 4 * LANES) {
+    const __m512i one = _mm512_loadu_si512(row + i), other = _mm512_loadu_si512(next + i);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(one, low, other));
+    _mm512_storeu_si512(to + 2 * LANES, _mm512_permutex2var_epi16(one, high, other));
+  }
+}
 #endif
-    }
-  }
-
-  // OUTPUTS items of a row and the row `apart` behind it.
-  static void load(const uint16_t* row, int64_t apart, Lanes* to) {
-#if defined(__AVX512BW__)
-    const __m512i low = _mm512_loadu_si512(row), high = _mm512_loadu_si512(row + apart);
-    to[0] = (Lanes)_mm512_permutex2var_epi16(low, order(0, 32), high);
-    to[1] = (Lanes)_mm512_permutex2var_epi16(low, order(16, 32), high);
-#else
-    for (int part = 0; part < 2; ++part) {
-      Halves low, high;
-      std::memcpy(&low, row + part * LANES, sizeof(low));
-      std::memcpy(&high, row + apart + part * LANES, sizeof(high));
-      to[part] = (Lanes)(__builtin_convertvector(low, Words) | (__builtin_convertvector(high, Words) << 16));
-    }
-#endif
-  }
-
- private:
-#if defined(__AVX512BW__)
-  // Places in turns: from `first` on, and `apart` behind these.
-  static __m512i order(int first, int apart) {
-    alignas(LINE) uint16_t places[2 * LANES];
-    for (int i = 0; i < LANES; ++i) {
-      places[2 * i] = first + i;
-      places[2 * i + 1] = first + apart + i;
-    }
-    return _mm512_load_si512(places);
-  }
-#endif
-
-  static Words rounded(Lanes value) {
-    const Words all = (Words)value;
-    return value == value ? all + 0x7fff + ((all >> 16) & 1) : all | 0x00400000u;
-  }
-};
 
 // Items in memory that begins with a line of the cache.
 template <class Item>
 class Buffer {
  public:
-  explicit Buffer(int64_t count) : held_(new Item[count + LINE / sizeof(Item)]) {}
+  explicit Buffer(int64_t count) : held_(new Item[count + LINE / sizeof(Item)]()) {}
 
   Item* data() { return reinterpret_cast<Item*>((reinterpret_cast<uintptr_t>(held_.get()) + LINE - 1) / LINE * LINE); }
 
@@ -264,71 +233,67 @@ class Buffer {
 };
 
 // The sums of a tile over some places: the greatest score, the weights' sum, and the weighted values of every query.
-template <int VECTORS>
 class Sums {
  public:
-  static constexpr int QUERIES = VECTORS * LANES;
-
-  explicit Sums(int64_t width) : width_(width), held_(QUERIES * width) { clear(); }
-
-  static int64_t size(int64_t width) { return (2 + width) * QUERIES; }
-
-  void clear() {
-    for (int v = 0; v < VECTORS; ++v) {
-      greatest[v] = Lanes{} + NOTHING;
-      total[v] = Lanes{};
-    }
-    std::fill_n(values(), QUERIES * width_, 0.0f);
+  Sums(int queries, int64_t width)
+      : vectors_(queries / LANES), width_(width), lanes_(2 * queries), values_(queries * width) {
+    clear();
   }
 
-  // (QUERIES, width)
-  float* values() { return held_.data(); }
+  static int64_t size(int queries, int64_t width) { return (2 + width) * queries; }
 
-  void scale(const Lanes* factors, int queries) {
-    for (int v = 0; v < VECTORS; ++v) total[v] *= factors[v];
-    for (int q = 0; q < queries; ++q)
-      for (int64_t i = 0; i < width_; ++i) values()[q * width_ + i] *= factors[q / LANES][q % LANES];
+  Lanes* greatest() { return reinterpret_cast<Lanes*>(lanes_.data()); }
+  Lanes* total() { return greatest() + vectors_; }
+  float* values() { return values_.data(); }  // (queries, width)
+  const float* of(int query) { return values() + query * width_; }
+  float total_of(int query) { return lanes_.data()[vectors_ * LANES + query]; }
+
+  void clear() {
+    std::fill_n(greatest(), vectors_, Lanes{} + NOTHING);
+    std::fill_n(total(), vectors_, Lanes{});
+    std::fill_n(values(), vectors_ * LANES * width_, 0.0f);
+  }
+
+  // Scales the sums of up to LANES queries.
+  void scale(int vector, const Lanes& factors, int queries) {
+    total()[vector] *= factors;
+    for (int q = 0; q < queries; ++q) {
+      float* value = values() + (vector * LANES + q) * width_;
+      for (int64_t i = 0; i < width_; ++i) value[i] *= factors[q];
+    }
   }
 
   void save(float* to) {
-    std::memcpy(to, greatest, sizeof(greatest));
-    std::memcpy(to + QUERIES, total, sizeof(total));
-    std::copy_n(values(), QUERIES * width_, to + 2 * QUERIES);
+    std::copy_n(lanes_.data(), 2 * vectors_ * LANES, to);
+    std::copy_n(values(), vectors_ * LANES * width_, to + 2 * vectors_ * LANES);
   }
 
   // Adds sums over later places, as they were saved.
   void add(const float* later, int queries) {
-    Lanes before[VECTORS], factors[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) {
-      const Lanes other = Float32::load(later + v * LANES);
-      const Lanes most = other > greatest[v] ? other : greatest[v], shift = most == NOTHING ? Lanes{} : most;
-      before[v] = exponential(greatest[v] - shift);
-      factors[v] = exponential(other - shift);
-      greatest[v] = most;
+    const float* value = later + 2 * vectors_ * LANES;
+    for (int v = 0; v * LANES < queries; ++v) {
+      const int some = std::min(LANES, queries - v * LANES);
+      const Lanes other = vector_at(later + v * LANES), before = greatest()[v];
+      const Lanes most = other > before ? other : before, shift = most == NOTHING ? Lanes{} : most;
+      const Lanes factors = exponential(other - shift);
+      greatest()[v] = most;
+      scale(v, exponential(before - shift), some);
+      total()[v] = fused(vector_at(later + (vectors_ + v) * LANES), factors, total()[v]);
+      for (int q = v * LANES; q < v * LANES + some; ++q)
+        for (int64_t i = 0; i < width_; ++i) values()[q * width_ + i] += value[q * width_ + i] * factors[q % LANES];
     }
-    scale(before, queries);
-    for (int v = 0; v < VECTORS; ++v) total[v] = fused(Float32::load(later + QUERIES + v * LANES), factors[v], total[v]);
-    later += 2 * QUERIES;
-    for (int q = 0; q < queries; ++q)
-      for (int64_t i = 0; i < width_; ++i)
-        values()[q * width_ + i] += later[q * width_ + i] * factors[q / LANES][q % LANES];
   }
 
-  Lanes greatest[VECTORS], total[VECTORS];
-
  private:
+  int vectors_;
   int64_t width_;
-  Buffer<float> held_;
+  Buffer<float> lanes_, values_;
 };
-
-// Asks for a line of keys or values: into the second cache, since the first one is full. Behind the last slot there may
-// be nothing, which is no error.
-void ask(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // Rows of keys, values or what was made of them, `apart` items from each other.
 template <class Item>
 struct Rows {
-  const Item* first;
+  Item* first;
   int64_t apart;
 
   Rows from(int64_t row) const { return {first + row * apart, apart}; }
@@ -336,114 +301,90 @@ struct Rows {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// Scores and sums of a tile's queries by vectors. `width` is a multiple of PANEL; weights and values lie in steps.
-template <class Type, int VECTORS>
+// What rows of a product are made of: vectors of LANES columns, `apart` items from step to step, and `vector` items from
+// each other.
+template <class Item>
+struct Columns {
+  const Item* first;
+  int64_t apart, vector;
+};
+
+// What is asked for while the sums of the first rows are made, a line with every vector, into the second cache since the
+// first one is full: the processor alone asks too late.
+struct Ahead {
+  const char* next;
+  int64_t bytes;  // from vector to vector
+};
+
+// Adds to sums: rows (count, steps) times columns (steps, vectors), every sum in the order of the steps.
+template <class Work>
 struct Vectors {
-  using Item = typename Type::Item;
-  static constexpr int STEP = Type::STEP, STRIDE = VECTORS * LANES * STEP;
-  static constexpr int64_t KEYS = 1, STEPS = 1;  // of which a span has a multiple
-  static constexpr bool TRANSPOSES = true;  // keys, if queries are few
-
-  // Queries (width / STEP, VECTORS * LANES, STEP) and keys (count, width) -> scores (count, VECTORS).
-  static void score(const Item* queries, const Item* keys, int64_t apart, int64_t count, int64_t width, Lanes* scores) {
-    for (int64_t first = 0; first < count; first += MOST_KEYS)
-      as_constant<MOST_KEYS>(std::min<int64_t>(MOST_KEYS, count - first), [&](auto rows) {
-        score_block<decltype(rows)::value>(queries, keys + first * apart, apart, width, scores + first * VECTORS);
-      });
-  }
-
-  // Adds to sums (queries, width): weights (steps, VECTORS * LANES, STEP) times values in steps of `apart` items.
-  static void sum(const Item* weights, const Item* values, int64_t apart, int64_t steps, int64_t width, int queries,
-                  float* sums) {
-    for (int64_t begin = 0; begin < width; begin += OUTPUTS)
-      for (int first = 0; first < queries; first += MOST_QUERIES)
-        as_constant<MOST_QUERIES>(std::min(MOST_QUERIES, queries - first), [&](auto rows) {
-          const auto next = [](const Item* step, Lanes* value) {
-            for (int part = 0; part < 2; ++part) std::memcpy(&value[part], step + part * LANES * STEP, sizeof(Lanes));
-          };
-          sum_block<decltype(rows)::value, STEP, STRIDE>(weights + first * STEP, values + begin * STEP, apart, steps,
-                                                         width, sums + first * width + begin, next);
-        });
-  }
-
+  using Item = typename Work::Item;
+  static constexpr int QUERIES = 32;
+  static constexpr int64_t STEPS = 1;  // of which there has to be a multiple
 #if defined(__AVX512F__)
-  // Few queries with places as lanes: LANES keys -> scores (queries, SPAN / LANES), of which it writes a vector of every
-  // query. Meanwhile it asks for as many `later` keys.
-  static void score_transposed(const Item* queries, Rows<Item> keys, Rows<Item> later, int64_t width, int count,
-                               Lanes* scores) {
-    as_constant<LANES>(count, [&](auto rows) {
-      constexpr int ROWS = decltype(rows)::value;
-      Lanes transposed[LANES], found[ROWS] = {};
-      const Item* query = queries;
-      for (int64_t i = 0; i < width; i += LANES * STEP) {
-        transpose(keys.first + i, keys.apart / STEP, transposed);
-        for (int step = 0; step < LANES; ++step, query += STRIDE) {
-          ask(later.from(step).first + i);
-          for (int r = 0; r < ROWS; ++r) Type::add(found[r], transposed[step], query + r * STEP);
-        }
-      }
-      for (int r = 0; r < ROWS; ++r) scores[r * (SPAN / LANES)] = found[r];
-    });
-  }
-
-  // Adds to sums (queries, width): weights (queries, SPAN) times values, while it asks for as many `later` ones.
-  static void sum_transposed(const Item* weights, Rows<Item> values, Rows<Item> later, int64_t steps, int64_t width,
-                             int queries, float* sums) {
-    for (int64_t begin = 0; begin < width; begin += OUTPUTS)
-      for (int first = 0; first < queries; first += MOST_QUERIES)
-        as_constant<MOST_QUERIES>(std::min(MOST_QUERIES, queries - first), [&](auto rows) {
-          Rows<Item> asked{later.first + begin, later.apart};
-          const auto next = [&](const Item* row, Lanes* value) {
-            for (int each = 0; each < STEP; ++each, asked = asked.from(1))
-              for (int64_t i = 0; i < OUTPUTS; i += LINE / sizeof(Item)) ask(asked.first + i);
-            Pairs<Type>::load(row, values.apart, value);
-          };
-          sum_block<decltype(rows)::value, SPAN, STEP>(weights + first * SPAN, values.first + begin, STEP * values.apart,
-                                                       steps, width, sums + first * width + begin, next);
-        });
-  }
+  static constexpr int MOST = 12, FEW = 6;  // rows whose sums of 2, or of 4 vectors stay in registers
+#else
+  static constexpr int MOST = 6, FEW = 3;
 #endif
 
- private:
-  template <int ROWS>
-  static void score_block(const Item* queries, const Item* keys, int64_t apart, int64_t width, Lanes* scores) {
-    Lanes found[ROWS][VECTORS] = {};
-    for (int64_t i = 0; i < width; i += STEP, queries += STRIDE) {
-      Lanes query[VECTORS];
-      std::memcpy(query, queries, sizeof(query));
-      for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < VECTORS; ++v) Type::add(found[r][v], query[v], keys + r * apart + i);
-    }
-    std::memcpy(scores, found, sizeof(found));
+  void add(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
+           Ahead ahead) const {
+    if (count <= FEW && vectors % 4 == 0)
+      by<4, FEW>(rows, count, columns, steps, vectors, sums, ahead);
+    else
+      by<2, MOST>(rows, count, columns, steps, vectors, sums, ahead);
   }
 
-  // `ROW` and `APART` items lie between the weights of two queries and of two steps; `next` takes the values of a step.
-  template <int ROWS, int ROW, int APART, class Next>
-  static void sum_block(const Item* weights, const Item* values, int64_t apart, int64_t steps, int64_t width, float* sums,
-                        const Next& next) {
-    Lanes found[ROWS][2];  // copied one by one, since compilers keep in memory what is copied as a whole
+ private:
+  template <int VECTORS, int ROWS>
+  static void by(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
+                 Ahead ahead) {
+    for (int64_t vector = 0; vector < vectors; vector += VECTORS, columns.first += VECTORS * columns.vector)
+      for (int first = 0; first < count; first += ROWS)
+        as_constant<ROWS>(std::min(ROWS, count - first), [&](auto some) {
+          const int64_t bytes = first ? 0 : VECTORS * ahead.bytes;
+          float* sum = sums.from(first).first + vector * LANES;
+          block<decltype(some)::value, VECTORS>(rows.from(first), columns, steps, sum, sums.apart, {ahead.next, bytes});
+          ahead.next += steps * bytes;
+        });
+  }
+
+  template <int ROWS, int VECTORS>
+  static void block(Rows<const Item> rows, Columns<Item> columns, int64_t steps, float* sums, int64_t apart, Ahead ahead) {
+    Lanes found[ROWS][VECTORS];  // copied one by one, since compilers keep in memory what is copied as a whole
     for (int r = 0; r < ROWS; ++r)
-      for (int part = 0; part < 2; ++part) found[r][part] = Float32::load(sums + r * width + part * LANES);
-    for (int64_t step = 0; step < steps; ++step, values += apart, weights += APART) {
-      Lanes value[2];
-      next(values, value);
+      for (int v = 0; v < VECTORS; ++v) found[r][v] = vector_at(sums + r * apart + v * LANES);
+    const Item *row = rows.first, *column = columns.first;
+    for (int64_t step = 0; step < steps; ++step, column += columns.apart, row += Work::STEP, ahead.next += ahead.bytes) {
+      Lanes part[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) {
+        __builtin_prefetch(ahead.next + v * LINE, 0, 2);
+        part[v] = vector_at(column + v * columns.vector);
+      }
       for (int r = 0; r < ROWS; ++r)
-        for (int part = 0; part < 2; ++part) Type::add(found[r][part], value[part], weights + r * ROW);
+        for (int v = 0; v < VECTORS; ++v) fuse_item(found[r][v], part[v], row + r * rows.apart);
     }
     for (int r = 0; r < ROWS; ++r)
-      for (int part = 0; part < 2; ++part) std::memcpy(sums + r * width + part * LANES, &found[r][part], sizeof(Lanes));
+      for (int v = 0; v < VECTORS; ++v) std::memcpy(sums + r * apart + v * LANES, &found[r][v], sizeof(Lanes));
+  }
+
+  static void fuse_item(Lanes& sum, const Lanes& part, const Item* item) {
+    if constexpr (Work::STEP == 1)
+      fuse(sum, part, *item);
+    else
+      Work::add(sum, part, item);
   }
 };
 
 #if defined(__AMX_BF16__) && defined(__AVX512F__)
-// The same by Intel's tiles (AMX) of bfloat16: 16 keys or queries by 32 items at once. They sum in another order, so all
-// attention goes this way, or none.
-template <int VECTORS>
+// The same by Intel's tiles (AMX) of bfloat16, 16 rows and columns by 16 pairs at once. They sum in another order, so all
+// attention goes this way, or none. Rows beyond the last one are multiplied too, and nobody reads their sums.
 class Blocks {
  public:
-  static constexpr int64_t SIDE = 16, KEYS = 2 * SIDE, STEPS = SIDE;
-  static constexpr bool TRANSPOSES = false;
-  static constexpr int STRIDE = VECTORS * LANES * 2;
+  using Item = uint16_t;
+  static constexpr int64_t SIDE = 16, STEPS = SIDE;
+  static constexpr int QUERIES = 64;
 
   Blocks() {
     TileShapes tiles;
@@ -454,65 +395,40 @@ class Blocks {
 
   ~Blocks() { _tile_release(); }
 
-  // Tiles 0 to 3 are scores, 4 and 5 keys, 6 and 7 queries.
-  static void score(const uint16_t* queries, const uint16_t* keys, int64_t apart, int64_t count, int64_t width,
-                    Lanes* scores) {
-    const int64_t row = apart * sizeof(uint16_t);
-    constexpr int64_t QUERY = STRIDE * sizeof(uint16_t);
-    for (int64_t first = 0; first < count; first += 2 * SIDE) {
-      const uint16_t *key = keys + first * apart, *query = queries;
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (VECTORS > 1) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-      for (int64_t i = 0; i < width; i += 2 * SIDE, query += SIDE * STRIDE) {
-        _tile_loadd(6, query, QUERY);
-        _tile_loadd(4, key + i, row);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, key + SIDE * apart + i, row);
-        _tile_dpbf16ps(1, 5, 6);
-        if constexpr (VECTORS > 1) {
-          _tile_loadd(7, query + 2 * LANES, QUERY);
-          _tile_dpbf16ps(2, 4, 7);
+  // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns.
+  void add(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
+           Ahead) const {
+    const int64_t row = rows.apart * sizeof(Item), column = columns.apart * sizeof(Item), sum = sums.apart * sizeof(float);
+    for (int64_t vector = 0; vector < vectors; vector += 2, columns.first += 2 * columns.vector)
+      for (int64_t first = 0; first < count; first += 2 * SIDE) {
+        const bool two = first + SIDE < count;
+        const Item *left = rows.from(first).first, *next = rows.from(first + SIDE).first;
+        const Item *right = columns.first, *other = right + columns.vector;
+        float *to = sums.from(first).first + vector * LANES, *below = to + SIDE * sums.apart;
+        _tile_loadd(0, to, sum);
+        _tile_loadd(1, to + SIDE, sum);
+        if (two) {
+          _tile_loadd(2, below, sum);
+          _tile_loadd(3, below + SIDE, sum);
+        }
+        for (int64_t step = 0; step < steps; step += SIDE) {
+          _tile_loadd(4, left + 2 * step, row);
+          _tile_loadd(6, right + step * columns.apart, column);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(7, other + step * columns.apart, column);
+          _tile_dpbf16ps(1, 4, 7);
+          if (!two) continue;
+          _tile_loadd(5, next + 2 * step, row);
+          _tile_dpbf16ps(2, 5, 6);
           _tile_dpbf16ps(3, 5, 7);
         }
-      }
-      Lanes *to = scores + first * VECTORS, *after = to + SIDE * VECTORS;
-      _tile_stored(0, to, QUERY);
-      _tile_stored(1, after, QUERY);
-      if constexpr (VECTORS > 1) {
-        _tile_stored(2, to + 1, QUERY);
-        _tile_stored(3, after + 1, QUERY);
-      }
-    }
-  }
-
-  // Tiles 0 and 1 are sums, 4 and 5 weights, 6 values.
-  static void sum(const uint16_t* weights, const uint16_t* values, int64_t apart, int64_t steps, int64_t width, int,
-                  float* sums) {
-    Lanes transposed[VECTORS][SPAN / 2 / SIDE][SIDE];
-    for (int v = 0; v < VECTORS; ++v)
-      for (int64_t first = 0; first < steps; first += SIDE)
-        transpose(weights + first * STRIDE + 2 * v * LANES, STRIDE / 2, transposed[v][first / SIDE]);
-    const int64_t row = width * sizeof(float);
-    for (int64_t begin = 0; begin < width; begin += SIDE) {
-      const uint16_t* value = values + 2 * begin;
-      _tile_loadd(0, sums + begin, row);
-      if constexpr (VECTORS > 1) _tile_loadd(1, sums + SIDE * width + begin, row);
-      for (int64_t first = 0; first < steps; first += SIDE, value += SIDE * apart) {
-        _tile_loadd(6, value, apart * sizeof(uint16_t));
-        _tile_loadd(4, transposed[0][first / SIDE], LINE);
-        _tile_dpbf16ps(0, 4, 6);
-        if constexpr (VECTORS > 1) {
-          _tile_loadd(5, transposed[1][first / SIDE], LINE);
-          _tile_dpbf16ps(1, 5, 6);
+        _tile_stored(0, to, sum);
+        _tile_stored(1, to + SIDE, sum);
+        if (two) {
+          _tile_stored(2, below, sum);
+          _tile_stored(3, below + SIDE, sum);
         }
       }
-      _tile_stored(0, sums + begin, row);
-      if constexpr (VECTORS > 1) _tile_stored(1, sums + SIDE * width + begin, row);
-    }
   }
 };
 #endif
@@ -520,17 +436,18 @@ class Blocks {
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // The queries of a tile, and the sums over the places that they see.
-template <class Type, int VECTORS, class Multiply>
+template <class Type, class Multiply>
 class Tile {
  public:
   using Item = typename Type::Item;
-  static constexpr int STEP = Type::STEP, QUERIES = VECTORS * LANES;
+  using Work = Kind<Type>;
+  using Number = typename Work::Item;
+  static constexpr int STEP = Work::STEP, QUERIES = Multiply::QUERIES;
 
   Tile(const Attention<Type>& work, const Sights<Type>& sights)
-      : work_(work), sights_(sights), width_(up(work.width, PANEL)), sums(width_),
-        queries_(width_ * QUERIES), keys_(SPAN * width_), values_(SPAN * width_), weights_(SPAN * QUERIES) {}
-
-  static int64_t saved(const Attention<Type>& work) { return Sums<VECTORS>::size(up(work.width, PANEL)); }
+      : work_(work), sights_(sights), width_(up(work.width, PANEL)), sums(QUERIES, width_), queries_(QUERIES * width_),
+        rows_(SPAN * width_), keys_(SPAN * width_), values_(SPAN * width_), weights_(QUERIES * SPAN),
+        scores_(QUERIES * SPAN) {}
 
   // Takes the queries of tile `number` of a head of keys.
   void take(int64_t row, int64_t keys_head, int64_t number) {
@@ -538,41 +455,32 @@ class Tile {
     keys_head_ = keys_head;
     first_ = number * QUERIES;
     count_ = static_cast<int>(std::min<int64_t>(QUERIES, work_.tokens * work_.groups - first_));
-    Item* to = queries_.data();
-    std::fill_n(to, width_ * QUERIES, Item{});
-    for (int lane = 0; lane < count_; ++lane) {
-      const Item* query = work_.queries + row * work_.query.row + head(lane) * work_.query.head + token(lane) * work_.query.token;
-      for (int64_t i = 0; i < work_.width; ++i) to[(i / STEP * QUERIES + lane) * STEP + i % STEP] = query[i];
-      lanes_[lane] = sights_.of(row, head(lane), token(lane));
+    begin_ = work_.slots;
+    end_ = 0;
+    biased_ = false;
+    for (int q = 0; q < count_; ++q) {
+      const Steps& steps = work_.query;
+      convert(work_.queries + row * steps.row + head(q) * steps.head + token(q) * steps.token, queries_.data() + q * width_);
+      const Sight& sight = *(seen_[q] = sights_.of(row, head(q), token(q)));
+      begin_ = std::min(begin_, sight.begin);
+      end_ = std::max(end_, sight.end);
+      biased_ |= sight.biased;
     }
-    compare();
   }
 
   // Sums over the places `from` to `to`.
   void read(int64_t from, int64_t to) {
     sums.clear();
-    for (int64_t first = std::max(from, begin_) / SPAN * SPAN; first < std::min(to, end_); first += SPAN) {
-#if defined(__AVX512F__)
-      if constexpr (VECTORS == 1 && Multiply::TRANSPOSES)
-        if (together_ && !biased_) {
-          add_transposed({nullptr, first, std::max(first, begin_), std::min(first + SPAN, end_)});
-          continue;
-        }
-#endif
-      if (together_)
-        add({nullptr, first, std::max(first, begin_), std::min(first + SPAN, end_)}, begins_, ends_);
-      else
-        add_apart(first);
-    }
+    for (int64_t first = std::max(from, begin_) / SPAN * SPAN; first < std::min(to, end_); first += SPAN) read_span(first);
   }
 
   // Whether there is something to be seen from `from` to `to`.
   bool sees(int64_t from, int64_t to) const { return begin_ < to && from < end_; }
 
   void write() {
-    for (int lane = 0; lane < count_; ++lane) {
-      Item* output = work_.outputs + ((row_ * work_.tokens + token(lane)) * work_.heads + head(lane)) * work_.width;
-      const float *values = sums.values() + lane * width_, total = sums.total[lane / LANES][lane % LANES];
+    for (int q = 0; q < count_; ++q) {
+      Item* output = work_.outputs + ((row_ * work_.tokens + token(q)) * work_.heads + head(q)) * work_.width;
+      const float *values = sums.of(q), total = sums.total_of(q);
       for (int64_t i = 0; i < work_.width; ++i) output[i] = Type::round(total == 0 ? 0 : values[i] / total);
     }
   }
@@ -585,263 +493,217 @@ class Tile {
   int64_t width_;  // of queries, keys and values, filled up with zeros
 
  public:
-  Sums<VECTORS> sums;
+  Sums sums;
 
  private:
-  Buffer<Item> queries_, keys_, values_, weights_;
+  Buffer<Number> queries_, rows_, keys_, values_, weights_;
+  Buffer<float> scores_;
   Multiply multiply_;
   int64_t row_ = 0, keys_head_ = 0, first_ = 0;
   int count_ = 0;
-  const Sight* lanes_[QUERIES] = {};
+  const Sight* seen_[QUERIES] = {};  // by each query
   int64_t begin_ = 0, end_ = 0;  // of the places that any query sees
-  int64_t all_begin_ = 0, all_end_ = 0;  // of those that every query sees
-  Whole begins_[VECTORS] = {}, ends_[VECTORS] = {};
-  bool together_ = false, biased_ = false;
+  bool biased_ = false;
 
-  // The keys and values of all slots.
-  Rows<Item> keys_store() const { return store(work_.keys, work_.key); }
-  Rows<Item> values_store() const { return store(work_.values, work_.value); }
-  Rows<Item> store(const Item* first, const Steps& steps) const {
-    return {first + row_ * steps.row + keys_head_ * steps.head, steps.token};
-  }
-  int64_t head(int lane) const { return keys_head_ * work_.groups + (first_ + lane) % work_.groups; }
-  int64_t token(int lane) const { return (first_ + lane) / work_.groups; }
+  int64_t head(int query) const { return keys_head_ * work_.groups + (first_ + query) % work_.groups; }
+  int64_t token(int query) const { return (first_ + query) / work_.groups; }
 
-  // What the queries see, and whether they can be served together: places are slots, and any in between is seen.
-  void compare() {
-    std::fill_n(begins_, VECTORS, Whole{});
-    std::fill_n(ends_, VECTORS, Whole{});
-    begin_ = all_begin_ = lanes_[0]->begin;
-    end_ = all_end_ = lanes_[0]->end;
-    together_ = true;
-    biased_ = false;
-    for (int lane = 0; lane < count_; ++lane) {
-      const Sight& sight = *lanes_[lane];
-      begins_[lane / LANES][lane % LANES] = static_cast<int32_t>(sight.begin);
-      ends_[lane / LANES][lane % LANES] = static_cast<int32_t>(sight.end);
-      biased_ |= sight.biased;
-      together_ &= sight.slots.empty() && sight.begin <= end_ && begin_ <= sight.end;
-      begin_ = std::min(begin_, sight.begin);
-      end_ = std::max(end_, sight.end);
-      all_begin_ = std::max(all_begin_, sight.begin);
-      all_end_ = std::min(all_end_, sight.end);
-    }
-  }
-
-  // Some places of a span: from its `first` one on, those from `begin` to `end`.
+  // Some places of a span: from its `first` one on, those from `begin` to `end`, of which each query sees its own.
   struct Part {
     const Sight* map;  // null where places are slots
     int64_t first, begin, end;
+    int32_t begins[QUERIES], ends[QUERIES];
 
     int64_t slot(int64_t place) const { return map ? map->slots[place - map->begin] : place; }
   };
 
-  // A span of queries that see different slots at the same places: first those for whom places are slots, then others.
-  void add_apart(int64_t first) {
+  // Reads a span for those queries first for whom places are slots, and then for others.
+  void read_span(int64_t first) {
     bool done[QUERIES] = {};
-    for (int lane = 0; lane < count_; ++lane) {
-      if (done[lane]) continue;
-      const Sight* sight = lanes_[lane];
+    for (int q = 0; q < count_; ++q) {
+      if (done[q]) continue;
+      const Sight* sight = seen_[q];
       const bool straight = sight->straight_until(first + SPAN);
-      Part part{straight ? nullptr : sight, first, std::max(first, sight->begin), std::min(first + SPAN, sight->end)};
-      Whole begins[VECTORS] = {}, ends[VECTORS] = {};
-      for (int other = lane; other < count_; ++other) {
-        const Sight* theirs = lanes_[other];
+      Part part{straight ? nullptr : sight, first, std::max(first, sight->begin), std::min(first + SPAN, sight->end), {}, {}};
+      for (int other = q; other < count_; ++other) {
+        const Sight* theirs = seen_[other];
         const int64_t begin = std::max(first, theirs->begin), end = std::min(first + SPAN, theirs->end);
         const bool near = theirs->straight_until(first + SPAN) && begin <= part.end && part.begin <= end;
         if (done[other] || (theirs != sight && !(straight && near))) continue;
         done[other] = true;
-        begins[other / LANES][other % LANES] = static_cast<int32_t>(begin);
-        ends[other / LANES][other % LANES] = static_cast<int32_t>(end);
+        part.begins[other] = static_cast<int32_t>(begin);
+        part.ends[other] = static_cast<int32_t>(end);
         part.begin = std::min(part.begin, begin);
         part.end = std::max(part.end, end);
       }
-      if (part.begin < part.end) add(part, begins, ends);
+      if (part.begin < part.end) read_part(part);
     }
   }
 
-  // Adds some places of a span to the sums of lanes that see them.
-  void add(const Part& part, const Whole* begins, const Whole* ends) {
-    alignas(LINE) Lanes scores[SPAN * VECTORS];
-    const int64_t count = part.end - part.first, steps = up(up(count, STEP) / STEP, Multiply::STEPS);
-    const int64_t filled = up(count, Multiply::KEYS);
-    const Rows<Item> keys = rows(keys_store(), part, filled);
-    multiply_.score(queries_.data(), keys.first, keys.apart, filled, width_, scores);
-    if (biased_) add_bias(part, scores);
-    if (!together_ || part.first < all_begin_ || part.end > all_end_) hide(part, begins, ends, scores);
-    weigh(scores, count, biased_ ? 1 : work_.scale, part.first + SPAN);
-    std::fill(scores + count * VECTORS, scores + steps * STEP * VECTORS, Lanes{});
-    for (int64_t i = 0; i < steps; ++i)
-      for (int v = 0; v < VECTORS; ++v)
-        Pairs<Type>::join(scores + i * STEP * VECTORS + v, VECTORS, weights_.data() + (i * QUERIES + v * LANES) * STEP);
-    const Rows<Item> values = panels(part, steps);
-    multiply_.sum(weights_.data(), values.first, values.apart, steps, width_, count_, sums.values());
+  void read_part(const Part& part) {
+    const int64_t count = part.end - part.first, filled = up(count, PANEL), blocks = filled / LANES, words = width_ / STEP;
+    const Rows<const Number> keys = rows(work_.keys, part, filled);
+    auto* transposed = reinterpret_cast<Lanes*>(keys_.data());
+    for (int64_t block = 0; block < blocks; ++block)
+      for (int64_t i = 0; i < words; i += LANES, transposed += LANES)
+        transpose(keys.from(block * LANES).first + i * STEP, keys.apart / STEP, transposed);
+    float* scores = scores_.data();
+    for (int q = 0; q < count_; ++q) std::fill_n(scores + q * SPAN, filled, 0.0f);
+    multiply_.add({queries_.data(), width_}, count_, {keys_.data(), LANES * STEP, LANES * width_}, words, blocks,
+                  {scores, SPAN}, ahead(work_.keys, part.first, words * blocks));
+    if (biased_) add_bias(part);
+    hide(part, filled);
+    for (int vector = 0; vector * LANES < count_; ++vector) weigh(vector, blocks);
+    const int64_t steps = up(up(count, STEP) / STEP, Multiply::STEPS), vectors = width_ / LANES;
+    const Rows<const Number> values = rows(work_.values, part, steps * STEP);
+    if constexpr (STEP == 1) {
+      multiply_.add({scores, SPAN}, count_, {values.first, values.apart, LANES}, steps, vectors, {sums.values(), width_},
+                    ahead(work_.values, part.first, steps * vectors));
+#if defined(__AVX512BF16__)
+    } else {
+      for (int q = 0; q < count_; ++q)
+        join(reinterpret_cast<Lanes*>(scores + q * SPAN), blocks, weights_.data() + q * SPAN);
+      for (int64_t step = 0; step < steps; ++step)
+        join(values.from(2 * step).first, values.from(2 * step + 1).first, width_, values_.data() + 2 * step * width_);
+      multiply_.add({weights_.data(), SPAN}, count_, {values_.data(), 2 * width_, 2 * LANES}, steps, vectors,
+                    {sums.values(), width_}, ahead(work_.values, part.first, steps * vectors));
+#endif
+    }
   }
 
   // Scales the scores, and adds what the mask adds.
-  void add_bias(const Part& part, Lanes* scores) const {
-    for (int64_t place = part.begin; place < part.end; ++place) {
-      Lanes* score = scores + (place - part.first) * VECTORS;
-      for (int v = 0; v < VECTORS; ++v) score[v] *= work_.scale;
-      for (int lane = 0; lane < count_; ++lane)
-        score[lane / LANES][lane % LANES] += work_.added(row_, head(lane), token(lane), part.slot(place));
-    }
-  }
-
-  static void hide(const Part& part, const Whole* begins, const Whole* ends, Lanes* scores) {
-    for (int64_t place = part.first; place < part.end; ++place, scores += VECTORS)
-      for (int v = 0; v < VECTORS; ++v) {
-        const int32_t here = static_cast<int32_t>(place);
-        const Whole seen = (begins[v] <= here) & (ends[v] > here);
-        scores[v] = seen ? scores[v] : Lanes{} + NOTHING;
-      }
-  }
-
-  // Scores -> weights, against the greatest score so far. Meanwhile the memory has nothing else to do, so that the slots
-  // from `next` on are asked for.
-  void weigh(Lanes* scores, int64_t count, float scale, int64_t next) {
-    Lanes factors[VECTORS], shifts[VECTORS];
-    bool grown = false;
-    for (int v = 0; v < VECTORS; ++v) {
-      Lanes greatest = Lanes{} + NOTHING;
-      for (int64_t i = 0; i < count; ++i) greatest = greater(scores[i * VECTORS + v], greatest);
-      greatest = greater(greatest * scale, sums.greatest[v]);
-      shifts[v] = greatest == NOTHING ? Lanes{} : greatest;
-      factors[v] = exponential(sums.greatest[v] - shifts[v]);
-      grown |= any(greatest != sums.greatest[v]);
-      sums.greatest[v] = greatest;
-    }
-    if (grown) sums.scale(factors, count_);
-    Lanes totals[VECTORS][LANES] = {};
-    const Rows<Item> keys = keys_store().from(next), values = values_store().from(next);
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t item = 0; item < width_; item += LINE / sizeof(Item)) {
-        ask(keys.from(i).first + item);
-        ask(values.from(i).first + item);
-      }
-      for (int v = 0; v < VECTORS; ++v) {
-        Lanes& score = scores[i * VECTORS + v];
-        score = exponential(fused(score, scale, -shifts[v]));
-        totals[v][i % LANES] += score;
-      }
-    }
-    for (int v = 0; v < VECTORS; ++v) sums.total[v] += fold(totals[v], sum);
-  }
-
-#if defined(__AVX512F__)
-  // Adds some places of a span to the sums of few queries, which see all slots between their first and last ones.
-  void add_transposed(const Part& part) {
-    alignas(LINE) Lanes scores[LANES][SPAN / LANES];
-    const int64_t count = part.end - part.first, steps = up(count, STEP) / STEP;
-    const int64_t blocks = up(count, LANES) / LANES, vectors = up(blocks, STEP);
-    const Rows<Item> keys = rows(keys_store(), part, blocks * LANES), later = keys_store().from(part.first + SPAN);
-    for (int64_t block = 0; block < blocks; ++block)
-      multiply_.score_transposed(queries_.data(), keys.from(block * LANES), later.from(block * LANES), width_, count_,
-                                  scores[0] + block);
-    if (part.first < all_begin_ || part.end > all_end_ || count % LANES) hide_transposed(part, blocks, scores);
-    weigh_transposed(scores, blocks);
+  void add_bias(const Part& part) {
     for (int q = 0; q < count_; ++q) {
-      std::fill(scores[q] + blocks, scores[q] + vectors, Lanes{});
-      Pairs<Type>::round(scores[q], vectors, weights_.data() + q * SPAN);
+      float* score = scores_.data() + q * SPAN;
+      for (int64_t place = part.begin; place < part.end; ++place)
+        score[place - part.first] = score[place - part.first] * work_.scale + work_.added(row_, head(q), token(q), part.slot(place));
     }
-    const Rows<Item> values = rows(values_store(), part, steps * STEP);
-    multiply_.sum_transposed(weights_.data(), values, values_store().from(part.first + SPAN), steps, width_, count_,
-                             sums.values());
   }
 
-  void hide_transposed(const Part& part, int64_t blocks, Lanes (*scores)[SPAN / LANES]) const {
-    Whole place;
-    for (int i = 0; i < LANES; ++i) place[i] = static_cast<int32_t>(part.first) + i;
-    for (int64_t block = 0; block < blocks; ++block, place += LANES)
-      for (int q = 0; q < count_; ++q) {
-        const Whole seen = (place >= begins_[0][q]) & (place < ends_[0][q]);
-        scores[q][block] = seen ? scores[q][block] : Lanes{} + NOTHING;
+  // Hides from every query what it does not see.
+  void hide(const Part& part, int64_t filled) {
+    Whole first;
+    for (int i = 0; i < LANES; ++i) first[i] = static_cast<int32_t>(part.first) + i;
+    for (int q = 0; q < count_; ++q) {
+      if (part.begins[q] <= part.first && part.first + filled <= part.ends[q]) continue;
+      auto* score = reinterpret_cast<Lanes*>(scores_.data() + q * SPAN);
+      for (int block = 0; block * LANES < filled; ++block) {
+        const Whole place = first + block * LANES, seen = (place >= part.begins[q]) & (place < part.ends[q]);
+        score[block] = seen ? score[block] : Lanes{} + NOTHING;
       }
+    }
   }
 
-  void weigh_transposed(Lanes (*scores)[SPAN / LANES], int64_t blocks) {
+  // The scores of up to LANES queries -> weights, against the greatest score so far.
+  void weigh(int vector, int64_t blocks) {
+    const float scale = biased_ ? 1 : work_.scale;
+    const int some = std::min(LANES, count_ - vector * LANES);
     Lanes found[LANES] = {}, transposed[LANES];
-    for (int q = 0; q < count_; ++q) {
-      Lanes most = scores[q][0];
-      for (int64_t i = 1; i < blocks; ++i) most = greater(scores[q][i], most);
-      found[q] = most;
+    auto* scores = reinterpret_cast<Lanes*>(scores_.data()) + vector * LANES * (SPAN / LANES);
+    for (int q = 0; q < some; ++q) {
+      const Lanes* score = scores + q * (SPAN / LANES);
+      found[q] = score[0];
+      for (int64_t i = 1; i < blocks; ++i) found[q] = greater(score[i], found[q]);
     }
     transpose(found, LANES, transposed);
-    const Lanes greatest = greater(fold(transposed, greater) * work_.scale, sums.greatest[0]);
-    const Lanes shifts = greatest == NOTHING ? Lanes{} : greatest;
-    if (any(greatest != sums.greatest[0])) {
-      const Lanes factors = exponential(sums.greatest[0] - shifts);
-      sums.scale(&factors, count_);
-      sums.greatest[0] = greatest;
+    Lanes& greatest = sums.greatest()[vector];
+    const Lanes most = greater(fold(transposed, greater) * scale, greatest), shifts = most == NOTHING ? Lanes{} : most;
+    if (any(most != greatest)) {
+      sums.scale(vector, exponential(greatest - shifts), some);
+      greatest = most;
     }
-    for (int q = 0; q < count_; ++q) {
+    for (int q = 0; q < some; ++q) {
+      Lanes* score = scores + q * (SPAN / LANES);
       const Lanes shift = Lanes{} + shifts[q];
       Lanes total = {};
       for (int64_t i = 0; i < blocks; ++i) {
-        scores[q][i] = exponential(fused(scores[q][i], work_.scale, -shift));
-        total += scores[q][i];
+        score[i] = exponential(fused(score[i], scale, -shift));
+        total += score[i];
       }
       found[q] = total;
     }
     transpose(found, LANES, transposed);
-    sums.total[0] += fold(transposed, sum);
+    sums.total()[vector] += fold(transposed, sum);
   }
-#endif
 
-  // Rows of a store for `count` places where they lie or, if they do not lie side by side or are too few or too narrow,
-  // copied, with zeros where nobody looks.
-  Rows<Item> rows(const Rows<Item>& store, const Part& part, int64_t count) {
-    if (!part.map && part.begin == part.first && part.end == part.first + count && work_.width == width_)
-      return store.from(part.first);
-    Item* to = keys_.data();
-    for (int64_t place = part.first; place < part.first + count; ++place, to += width_) {
-      const int64_t width = part.begin <= place && place < part.end ? work_.width : 0;
-      if (width) std::copy_n(store.from(part.slot(place)).first, width, to);
-      std::fill(to + width, to + width_, Item{});
+  // What will be read of a store after the span from `first` on; behind the last slot there may be nothing, which is no
+  // error.
+  Ahead ahead(const Stored& store, int64_t first, int64_t steps) const {
+    const int64_t size = store.scales ? 1 : sizeof(Item);
+    const char* next = static_cast<const char*>(store.items) + place(store.steps, first + SPAN) * size;
+    return {next, SPAN * work_.width * size / std::max<int64_t>(1, steps)};
+  }
+
+  // Rows of a store for `count` places where they lie or, if these are not what is multiplied, do not lie side by side, or
+  // are too few or too narrow, made of them, with zeros where nobody looks.
+  Rows<const Number> rows(const Stored& store, const Part& part, int64_t count) {
+    const Steps& steps = store.steps;
+    if constexpr (std::is_same_v<Number, Item>) {
+      const bool whole = part.begin == part.first && part.end == part.first + count && work_.width == width_;
+      if (whole && !part.map && !store.scales && steps.token % STEP == 0)
+        return {static_cast<const Item*>(store.items) + place(steps, part.first), steps.token};
     }
-    return {keys_.data(), width_};
+    Number* to = rows_.data();
+    for (int64_t each = part.first; each < part.first + count; ++each, to += width_) {
+      const bool seen = part.begin <= each && each < part.end;
+      if (seen) read_row(store, part.slot(each), to);
+      std::fill(to + (seen ? work_.width : 0), to + width_, Number{});
+    }
+    return {rows_.data(), width_};
   }
 
-  // The values of some places, in steps.
-  Rows<Item> panels(const Part& part, int64_t steps) {
-    const Rows<Item> values = rows(values_store(), part, steps * STEP);
-    if constexpr (STEP == 1) {
-      return values;
-    } else {
-      Item* to = values_.data();
-      for (int64_t step = 0; step < steps; ++step)
-        for (int64_t i = 0; i < width_; i += OUTPUTS, to += 2 * OUTPUTS) {
-          Lanes both[2];
-          Pairs<Type>::load(values.first + 2 * step * values.apart + i, values.apart, both);
-          std::memcpy(to, both, sizeof(both));
-        }
-      return {values_.data(), 2 * width_};
+  int64_t place(const Steps& steps, int64_t slot) const {
+    return row_ * steps.row + keys_head_ * steps.head + slot * steps.token;
+  }
+
+  // What a slot holds, as it is multiplied.
+  void read_row(const Stored& store, int64_t slot, Number* to) const {
+    if (!store.scales) return convert(static_cast<const Item*>(store.items) + place(store.steps, slot), to);
+    const auto* codes = static_cast<const int8_t*>(store.items) + place(store.steps, slot);
+    const float scale = Type::widen(static_cast<const Item*>(store.scales)[place(store.scale_steps, slot)]);
+    for (int64_t i = 0; i < work_.width; ++i) {
+      const Item rounded = Type::round(codes[i] * scale);
+      if constexpr (std::is_same_v<Number, Item>)
+        to[i] = rounded;
+      else
+        to[i] = Type::widen(rounded);
+    }
+  }
+
+  void convert(const Item* from, Number* to) const {
+    for (int64_t i = 0; i < work_.width; ++i) {
+      if constexpr (std::is_same_v<Number, Item>)
+        to[i] = from[i];
+      else
+        to[i] = Type::widen(from[i]);
     }
   }
 };
 
-// Every tile reads its pieces; whoever reads the last one of a tile puts them together.
-template <class Type, int VECTORS, class Multiply>
+// Every tile reads its pieces, the tiles of the same keys one after the other; whoever reads the last piece of a tile puts
+// them together.
+template <class Type, class Multiply>
 void attend_all(const Attention<Type>& work) {
-  using Work = Tile<Type, VECTORS, Multiply>;
+  using Work = Tile<Type, Multiply>;
   const Sights<Type> sights(work);
-  const int64_t pieces = work.pieces(), tiles = up(work.tokens * work.groups, Work::QUERIES) / Work::QUERIES;
-  const int64_t keys_heads = work.heads / work.groups;
-  const int64_t all = work.rows * keys_heads * tiles, saved = Work::saved(work);
+  const int64_t queries = work.tokens * work.groups, tiles = up(queries, Work::QUERIES) / Work::QUERIES;
+  const int64_t pieces = work.pieces(), keys_heads = work.heads / work.groups, all = work.rows * keys_heads * tiles;
+  const int64_t saved = Sums::size(Work::QUERIES, up(work.width, PANEL));
   std::unique_ptr<float[]> partial(pieces > 1 ? new float[all * pieces * saved] : nullptr);
   std::vector<std::atomic<int64_t>> left(pieces > 1 ? all : 0);
   for (auto& count : left) count = pieces;
-  const int64_t cost = Work::QUERIES * std::min(PIECE, work.slots) * work.width * 2 / (tiles > 1 ? 2 : 1);
+  const int64_t cost = std::min<int64_t>(Work::QUERIES, queries) * std::min(PIECE, work.slots) * work.width * 2 / (tiles > 1 ? 2 : 1);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, cost));
   slipstream::parallel_for(0, all * pieces, share, [&](int64_t begin, int64_t end) {
     Work tile(work, sights);
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t number = item / pieces, piece = item % pieces, head = number / tiles;
-      if (item == begin || piece == 0) tile.take(head / keys_heads, head % keys_heads, number % tiles);
-      if (tile.sees(piece * PIECE, (piece + 1) * PIECE) || pieces == 1) tile.read(piece * PIECE, (piece + 1) * PIECE);
+      const int64_t head = item / tiles / pieces, piece = item / tiles % pieces, number = head * tiles + item % tiles;
+      tile.take(head / keys_heads, head % keys_heads, item % tiles);
+      const bool sees = tile.sees(piece * PIECE, (piece + 1) * PIECE);
+      if (sees || pieces == 1) tile.read(piece * PIECE, (piece + 1) * PIECE);
       if (pieces > 1) {
         float* mine = partial.get() + number * pieces * saved;
-        if (tile.sees(piece * PIECE, (piece + 1) * PIECE)) tile.sums.save(mine + piece * saved);
+        if (sees) tile.sums.save(mine + piece * saved);
         if (left[number].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
         tile.sums.clear();
         for (int64_t each = 0; each < pieces; ++each)
@@ -856,16 +718,14 @@ template <class Type>
 void run(const slipstream::Attended& given) {
   using Item = typename Type::Item;
   const auto place = [](const void* tensor) { return static_cast<const Item*>(tensor); };
-  const Attention<Type> work{place(given.queries), place(given.keys), place(given.values), place(given.mask),
-                             static_cast<Item*>(given.outputs), given.query, given.key, given.value, given.masked,
-                             given.rows, given.heads, given.groups, given.tokens, given.slots, given.width, given.scale};
-  // With float32, two vectors are slower than one.
-  const bool few = Type::STEP == 1 || work.tokens * work.groups <= LANES;
+  const Attention<Type> work{place(given.queries), place(given.mask), static_cast<Item*>(given.outputs), given.keys,
+                             given.values, given.query, given.masked, given.rows, given.heads, given.groups, given.tokens,
+                             given.slots, given.width, given.scale};
 #if defined(__AMX_BF16__) && defined(__AVX512F__)
-  if constexpr (Type::STEP == 2)
-    if (tiles_allowed()) return few ? attend_all<Type, 1, Blocks<1>>(work) : attend_all<Type, 2, Blocks<2>>(work);
+  if constexpr (Kind<Type>::STEP == 2)
+    if (tiles_allowed()) return attend_all<Type, Blocks>(work);
 #endif
-  few ? attend_all<Type, 1, Vectors<Type, 1>>(work) : attend_all<Type, 2, Vectors<Type, 2>>(work);
+  attend_all<Type, Vectors<Kind<Type>>>(work);
 }
 
 }  // namespace
@@ -903,9 +763,9 @@ Tensor attend(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> 
   Tensor outputs = torch::stable::new_empty(queries, shape);
   const slipstream::Number number = number_of(queries, "attend");
   if (outputs.numel())
-    slipstream::attend(number, {queries.data_ptr(), keys.data_ptr(), values.data_ptr(), mask ? mask->data_ptr() : nullptr,
-                                outputs.data_ptr(), steps(queries), steps(keys), steps(values),
-                                mask ? steps(*mask) : Steps{}, queries.size(0), queries.size(1),
+    slipstream::attend(number, {queries.data_ptr(), mask ? mask->data_ptr() : nullptr, outputs.data_ptr(),
+                                {keys.data_ptr(), nullptr, steps(keys), {}}, {values.data_ptr(), nullptr, steps(values), {}},
+                                steps(queries), mask ? steps(*mask) : Steps{}, queries.size(0), queries.size(1),
                                 queries.size(1) / keys.size(1), queries.size(2), keys.size(2), queries.size(3),
                                 static_cast<float>(scale)});
   return outputs;

@@ -82,10 +82,17 @@ struct Steps {
   int64_t row, head, token;
 };
 
+// Keys or values: numbers or, if there are scales, whole numbers of 8 bits with a scale for each slot of each head.
+struct Stored {
+  const void *items, *scales;
+  Steps steps, scale_steps;
+};
+
 struct Attended {
-  const void *queries, *keys, *values, *mask;  // the mask is added to scaled products; null: all slots are seen
-  void* outputs;                               // (rows, tokens, heads, width)
-  Steps query, key, value, masked;
+  const void *queries, *mask;  // the mask is added to scaled products; null: all slots are seen
+  void* outputs;               // (rows, tokens, heads, width)
+  Stored keys, values;
+  Steps query, masked;
   int64_t rows, heads, groups, tokens, slots, width;  // `groups`: query heads for one head of keys
   float scale;
 };

@@ -519,9 +519,12 @@ void attend(const Array& out, const std::vector<Array>& in, float scale) {
   const auto steps = [](const Array& array) -> slipstream::Steps {
     return array.absent ? slipstream::Steps{} : slipstream::Steps{array.step(0), array.step(1), array.step(2)};
   };
+  const auto stored = [&](const Array& items, const Array& scales) -> slipstream::Stored {
+    return {items.data, scales.data, steps(items), steps(scales)};
+  };
   if (out.count())
     slipstream::attend(number_of(queries),
-                       {queries.data, keys.data, values.data, mask.data, out.data, steps(queries), steps(keys), steps(values),
+                       {queries.data, mask.data, out.data, stored(keys, in[4]), stored(values, in[5]), steps(queries),
                         steps(mask), queries.sizes[0], queries.sizes[1], queries.sizes[1] / keys.sizes[1], queries.sizes[2],
                         keys.sizes[2], queries.sizes[3], scale});
 }
