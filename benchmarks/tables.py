@@ -181,16 +181,19 @@ def contexts_table(record: Record) -> str:
         [str(row["context"]), *(number(row[name], 1) for name in ("plain", "round")), number(row["ratio"])]
         for row in found["rounds"]
     ]
-    pace, attentions = found["attention"]["bandwidth"], []
+    attentions = []
     for row in found["attention"]["rows"]:
         speed = row["bytes"] / row["seconds"]
-        figures = (f"{1e6 * row['seconds']:.0f}", f"{speed / 1e9:.1f}", number(speed / pace))
-        attentions.append([str(row["slots"]), str(row["tokens"]), *figures])
+        case = [str(row[name]) for name in ("heads", "format", "threads", "slots", "tokens")]
+        attentions.append(
+            [*case, f"{speed / 1e9:.1f}", f"{row['bandwidth'] / 1e9:.1f}", number(speed / row["bandwidth"])]
+        )
+    head = ["heads", "cache", "threads", "slots", "tokens", "GB/s", "the memory's GB/s", "ratio"]
     return "\n\n".join(
         (
             markdown(["tokens of a prompt", "ours, s", "transformers, s", "ours / transformers"], prompts),
             markdown(["tokens before", "plain step, ms", "round, ms", "round / plain step"], rounds),
-            markdown(["slots", "tokens", "microseconds", "GB/s", f"of the memory's {pace / 1e9:.1f} GB/s"], attentions),
+            markdown(head, attentions),
         )
     )
 

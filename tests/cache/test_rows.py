@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
+from mmap import PAGESIZE
 from unittest.mock import patch
 
 import pytest
@@ -211,6 +214,45 @@ def test_no_pass_looks_at_every_slot_there_is() -> None:
         rows.update(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         assert rows.stores[0][0].shape[2] > rows.end
         rows.advance([1])
+
+
+def resident(cache: RowCache) -> int:
+    """The bytes of a cache's stores that are in memory, as the system counts them."""
+    total = 0
+    for store in cache.stores:
+        for tensor in store:
+            start = tensor.data_ptr() // PAGESIZE * PAGESIZE
+            size = ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start)
+            pages = (ctypes.c_ubyte * -(-size.value // PAGESIZE))()
+            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), size, pages) == 0
+            total += sum(page & 1 for page in pages) * PAGESIZE
+    return total
+
+
+def fill_unequally(cache: RowCache, lengths: Sequence[int]) -> None:
+    states = torch.ones(2, HEADS, max(lengths), 64)
+    cache.add(len(lengths))
+    for row, length in enumerate(lengths):
+        cache.fill(row, dict.fromkeys(range(LAYERS), (states[0, :, :length], states[1, :, :length])), length)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere whole stores are allocated")
+def test_unequal_rows_take_the_memory_of_their_own_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text beside short ones, when it has left too; zeros that were written take many times as much."""
+    lengths = [30, 2000, *[30] * 6]
+    cache, needed = RowCache(), LAYERS * 2 * HEADS * 64 * 4 * sum(lengths)
+    fill_unequally(cache, lengths)
+    before = [each.clone() for each in cache.stores[1].read(30)]
+    cache.fork([0])
+    assert needed <= resident(cache) <= cache.bytes_allocated <= cache.bytes_for([*lengths, 30]) < 1.5 * needed
+    cache.free([1])
+    assert resident(cache) <= cache.bytes_for([30] * 8) < needed / 4
+    for now, kept in zip(cache.stores[1].read(30), before, strict=True):
+        assert torch.equal(now[:, :, :30], kept[[0, *range(2, 8), 0]]) and not now[:, :, 30:].any()
+    monkeypatch.setattr(rows_module, "zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype).fill_(0))
+    dense = RowCache()
+    fill_unequally(dense, lengths)
+    assert resident(dense) > 4 * needed
 
 
 def test_places_are_each_rows_own_slots() -> None:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu
 
+from slipstream.cache.stores import Int8Store
 from slipstream.execution import recording
+from slipstream.execution.instructions import CODE
 from slipstream.execution.native import Native
 from slipstream.execution.passes import Mode
 from slipstream.execution.programs import Program, recorded
-from slipstream.execution.recording import Unrecordable
+from slipstream.execution.recording import TYPES, Array, Instruction, Unrecordable
+from slipstream.kernels.attention import attend
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_scorer
@@ -201,3 +204,36 @@ def test_control_sums_of_sizes_are_needed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(recording, "sums_of", lambda *steps: ())
     scorer = load_scorer(tiny(PROBED["gpt_oss"]), mode=Mode(packed=True))
     assert isinstance(scorer.execution, Native) and "no product of sizes" in str(scorer.execution.fault)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [False, True])
+def test_attention_to_codes_has_the_bits_of_attention_to_their_numbers(dtype: torch.dtype, changes: bool) -> None:
+    """Codes and scales are read by the kernel, unless they changed after their numbers were made."""
+
+    def function(queries: Tensor, mask: Tensor, store: Int8Store, new: Tensor) -> Tensor:
+        keys, values = store.read(mask.shape[3])
+        if changes:
+            store.write([0], new, new)
+        return attend(torch.nn.Module(), queries, keys, values, mask)[0]
+
+    def inputs(tokens: int, slots: int) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(slots)
+        states = torch.randn(2, 1, 2, slots + 3, 40, generator=generator).to(dtype)
+        queries, new = (torch.randn(1, heads, tokens, 40, generator=generator).to(dtype) for heads in (6, 2))
+        mask = torch.full((tokens, slots), torch.finfo(dtype).min).triu(1 + slots - tokens).to(dtype)[None, None]
+        return queries, mask, Int8Store.of(*states), new
+
+    given = inputs(4, 50)
+    dims = {"tokens": (given[0], given[3]), "slots": given[2]}
+    sizes = [(each, {2: name}) for name, tensors in dims.items() for each in tensors]
+    found = recorded(function, given, [(given[1], {2: "tokens", 3: "end"}), *sizes])
+    [step] = [step for step in found.steps if isinstance(step, Instruction) and step.code == CODE["attend"]]
+    keys = step.inputs[1]
+    assert isinstance(keys, Array) and (TYPES[keys.type] is torch.int8) is not changes
+    program = Program(found)
+    for tokens, slots in ((1, 9), (6, 700)):
+        given = inputs(tokens, slots)
+        copied = Int8Store(*(each.clone() for each in given[2]))
+        [output] = program((given[0], given[1], copied, given[3]))
+        assert torch.equal(output, function(*given))

@@ -79,7 +79,7 @@ def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: tor
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [64, 128])
 def test_few_queries_get_the_bits_of_many(dtype: torch.dtype, width: int) -> None:
-    """Scores have other lanes when queries are few; these keys and values are read where they lie."""
+    """Few queries keep more sums in registers each; these keys and values are read where they lie."""
     queries, keys, values, mask = random_inputs((1, 4, 2, 40, 330, width), dtype, torch.finfo(dtype).min)
     many = panel_attention(queries, keys, values, mask, 0.2)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
@@ -169,7 +169,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.Monk
 
 # ---- long texts: more slots than are summed at a time, which threads share --------------------------------------
 
-LONG = 2500  # slots: two whole pieces of 1,024 and a part of a third
+LONG = 2500  # slots: four whole pieces of 512 and a part of a fifth
 
 
 def sights(tokens: int) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def sights(tokens: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", list(sights(1)))
 @pytest.mark.parametrize("biased", [False, True])
 def test_long_texts_are_right_and_a_token_keeps_its_bits(dtype: torch.dtype, kind: str, biased: bool) -> None:
-    """Twenty queries for a head of keys, which need two vectors, against float64; one token of them alone, by bits."""
+    """Twenty queries for a head of keys against float64; one token of them alone, by bits."""
     case, tokens = (2, 4, 2, 10, LONG, 40), 10
     queries, keys, values, _ = random_inputs(case, dtype, 0)
     mask = torch.zeros(1, 1, tokens, LONG, dtype=dtype).masked_fill(~sights(tokens)[kind], torch.finfo(dtype).min)

@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from slipstream.cache.pages import bytes_taken, clear, zeros
 from slipstream.cache.stores import FloatStore, Store, each_tensor
 
 FIRST_SLOTS = 128
@@ -21,7 +22,8 @@ INDEXER = 1_000_000
 
 
 class RowCache:
-    """A cache of keys and values of every layer in stores of one `format`, grown by doubling.
+    """A cache of keys and values of every layer in stores of one `format`, grown by doubling; see `pages` for the memory
+    that unequal rows take.
 
     One forward pass is `place(count, first, stop)`, then `update(layer, keys, values)` by every layer, then `advance`.
     """
@@ -43,12 +45,8 @@ class RowCache:
     @torch.inference_mode()
     def add(self, rows: int) -> None:
         """Append empty rows."""
-        start, self.lengths = len(self.lengths), [*self.lengths, *[0] * rows]
+        self.lengths = [*self.lengths, *[0] * rows]
         self._resize(rows=len(self.lengths))
-        for row in range(start, len(self.lengths)):
-            dirty, self._dirty[row] = self._dirty[row], 0
-            for store in chain.from_iterable(self._layers.values()):
-                store[row, :, :dirty] = 0  # a damaged text may have left NaN, which passes any mask: 0 * NaN is NaN
 
     @torch.inference_mode()
     def fork(self, rows: Sequence[int]) -> None:
@@ -66,14 +64,21 @@ class RowCache:
         freed = set(rows)
         kept = [row for row in range(len(self.lengths)) if row not in freed]
         start = next((i for i, row in enumerate(kept) if i != row), len(kept))
-        for store in chain.from_iterable(self._layers.values()):
-            for i in range(start, len(kept)):  # ascending, so nothing is overwritten before it has moved
-                row, used = kept[i], self.lengths[kept[i]]
+        for i in range(start, len(kept)):  # ascending, so nothing is overwritten before it has moved
+            row, used = kept[i], self.lengths[kept[i]]
+            for store in chain.from_iterable(self._layers.values()):
                 store[i, :, :used] = store[row, :, :used]
-                store[i, :, used : self._dirty[i]] = 0  # a damaged text may have left NaN, see `add`
-        for i in range(start, len(kept)):
-            self._dirty[i] = self.lengths[kept[i]]
+            self._dirty[i] = max(self._dirty[i], used)
+            self._clear(i, used)
+        for row in range(len(kept), len(self.lengths)):
+            self._clear(row, 0)
         self.lengths = [self.lengths[row] for row in kept]
+
+    def _clear(self, row: int, start: int) -> None:
+        """Zero a row's slots from `start` on: a damaged text may have left NaN, which passes any mask (0 * NaN)."""
+        for store in chain.from_iterable(self._layers.values()):
+            clear(store[row, :, start : self._dirty[row]])
+        self._dirty[row] = min(self._dirty[row], start)
 
     @torch.inference_mode()
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
@@ -115,9 +120,7 @@ class RowCache:
     def scrub(self) -> None:
         """Zero the slots after each row's length that were ever written."""
         for row, length in enumerate(self.lengths):
-            for store in chain.from_iterable(self._layers.values()):
-                store[row, :, length : self._dirty[row]] = 0
-            self._dirty[row] = length
+            self._clear(row, length)
 
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -229,20 +232,21 @@ class RowCache:
 
     @property
     def bytes_allocated(self) -> int:
-        """The bytes of all rows with what is allocated ahead."""
-        return self.bytes_per_token * self._capacity * self._slots
+        """The bytes of all rows: of what was ever written in them, or elsewhere than on CPUs with what is ahead."""
+        stores = chain.from_iterable(self._layers.values())
+        return sum(bytes_taken(store, self._capacity, self._slots, self._dirty) for store in stores)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Return the bytes that are allocated at most for rows of these lengths."""
         rows, slots = self._shape_for(len(lengths), max(lengths, default=0))
-        return self.bytes_per_token * rows * slots
+        return sum(bytes_taken(store, rows, slots, lengths) for store in chain.from_iterable(self._layers.values()))
 
     def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
         return _doubled(1, rows), _doubled(FIRST_SLOTS, max(length, self.least) + 1)
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, dim = like.shape
-        return torch.zeros(self._capacity, heads, self._slots, dim, dtype=like.dtype, device=like.device)
+        return zeros((self._capacity, heads, self._slots, dim), like.dtype, like.device)
 
     def _resize(self, rows: int = 0, slots: int = 0) -> None:
         """Reallocate if more rows or slots are needed, at the size that the present rows need: memory of a long text
@@ -253,13 +257,14 @@ class RowCache:
     @torch.inference_mode()
     def _reshape(self, capacity: int, slots: int) -> None:
         """Allocate stores of this many rows and slots, and copy the entries that fit."""
-        rows, width = min(capacity, self._capacity), min(slots, self._slots)
         self._capacity, self._slots, self._views = capacity, slots, None
-        self._dirty = [min(dirty, slots) for dirty in self._dirty[:rows]] + [0] * (capacity - rows)
+        used = [min(dirty, slots) for dirty in self._dirty[:capacity]]
+        self._dirty = used + [0] * (capacity - len(used))
         for layer, stores in self._layers.items():
             self._layers[layer] = each_tensor(stores, self._allocate)
             for new, old in zip(self._layers[layer], stores, strict=True):
-                new[:rows, :, :width] = old[:rows, :, :width]
+                for row, end in enumerate(used):
+                    new[row, :, :end] = old[row, :, :end]
 
 
 def _doubled(size: int, least: int) -> int:

@@ -14,8 +14,9 @@ from slipstream.decoding.decoder import Decoder
 class MemoryLimit:
     """A limit in bytes for the keys and values of all rows, in the target and the models that draft.
 
-    Drafts are counted at the greatest gamma. What counts is what the caches allocate, which is more than the texts
-    take, because they grow by doubling; keys and values of an encoder's sources are not counted. None is no limit.
+    Drafts are counted at the greatest gamma. What counts is what the caches take: on CPUs the pages that hold
+    tokens, on GPUs as many slots in every row as the longest needs, doubled; keys and values of an encoder's sources
+    are not counted. None is no limit.
     Raises ValueError below 1 byte, and if a model cannot compute what its cache takes.
     """
 
