@@ -3,11 +3,11 @@
 python benchmarks/contexts.py --target build/target-134m --draft build/draft-24m [--compile] [--parts rounds] [--json]
 
 Parts: `prefill` reads a prompt with our model and with transformers' (torch's attention, oneDNN's products) in turns;
-`attention`, which needs no model, gives the bytes of keys and values of a layer that a program reads per second, for one
-and six new tokens, by heads of real models, format of the cache and threads, beside the memory's bandwidth in the same
-turns; `rounds` decodes after prompts of each length, plainly and with drafts (gamma 5), and gives
-the times of a step and of a round and the speed-up, without prefill. `--draft` may be any draft, for example
-`window:1024?weights=int4`. The models read longer texts here than they were trained for: times are those of such
+`attention`, which needs no model, gives the bytes of a layer's keys and values that a program reads per second, for one
+and six new tokens, by heads of real models, format of the cache and threads, beside the memory's bandwidth in turns;
+`rounds` decodes after prompts of each length, plainly and with drafts (gamma 5), and gives the times of a step and of a
+round and the speed-up, without prefill. `--draft` may be any draft, for example `window:1024?weights=int4`. The models
+read longer texts here than they were trained for: times are those of such
 lengths, but the generated text means nothing.
 """
 
@@ -64,16 +64,6 @@ def main() -> None:
         }
         found = {part: measures[part]() for part in args.parts}
     print(json.dumps(found) if args.json else json.dumps(found, indent=1))
-
-
-def read_bandwidth(count: int = 15) -> float:
-    """Return the bytes per second of summing 512 MB, far more than caches hold: the best run, as this is a limit."""
-    data, times = torch.ones(128 * 2**20), []
-    for _ in range(count):
-        start = perf_counter()
-        data.sum().item()
-        times.append(perf_counter() - start)
-    return data.numel() * data.element_size() / min(times)
 
 
 @torch.inference_mode()

@@ -22,8 +22,8 @@ INDEXER = 1_000_000
 
 
 class RowCache:
-    """A cache of keys and values of every layer in stores of one `format`, grown by doubling; see `pages` for the memory
-    that unequal rows take.
+    """A cache of keys and values of every layer in stores of one `format`, grown by doubling; see `pages` for what
+    unequal rows take.
 
     One forward pass is `place(count, first, stop)`, then `update(layer, keys, values)` by every layer, then `advance`.
     """
