@@ -342,15 +342,15 @@ def _stored(recorder: Recorder, made: Array) -> tuple[Operand, Operand]:
     The kernel makes the same numbers where it reads them, so that those steps are left out.
     """
     steps = [step for step in recorder.steps if any(each and each.storage == made.storage for each in step.outputs)]
-    if [step.code for step in steps if isinstance(step, Instruction)] != [CODE["copy"], CODE["mul"]]:
+    if [getattr(step, "code", None) for step in steps] != [CODE["copy"], CODE["mul"]]:
         return made, None
     codes, (product, scales) = steps[0].inputs[0], steps[1].inputs
-    known = steps[0].outputs == steps[1].outputs == [product] == [made] and isinstance(scales, Array)
-    if not known or not isinstance(codes, Array) or TYPES[codes.type] is not torch.int8 or scales.strides[-1] != 0:
+    if not (isinstance(codes, Array) and isinstance(scales, Array) and steps[0].outputs == steps[1].outputs == [made]):
         return made, None
+    known = product == made and TYPES[codes.type] is torch.int8 and scales.strides[-1] == 0
     later = recorder.steps[recorder.steps.index(steps[0]) + 1 :]
     changed = any(each and each.storage in (codes.storage, scales.storage) for step in later for each in step.outputs)
-    return (made, None) if changed else (codes, scales)
+    return (codes, scales) if known and not changed else (made, None)
 
 
 @_handles("aten.remainder")
