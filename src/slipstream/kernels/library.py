@@ -6,7 +6,6 @@ kernels use torch through its stable ABI, so a library serves other versions of 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
@@ -173,15 +172,20 @@ def _kept(level: Level) -> Path:
 
     Raises RuntimeError with the compiler's message if building fails, or if the folder cannot be written.
     """
+    import fcntl  # which Windows, where no kernels are built, does not have
+
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"
     library = home / f"kernel-{_fingerprint(level)}.so"
     if not library.exists():
         try:
             home.mkdir(parents=True, exist_ok=True)
-            with library.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one builds
+            folder = os.open(home, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)  # of processes that start together one builds
                 if not library.exists():
                     build(level, brand(), library)
+            finally:
+                os.close(folder)
         except OSError as error:
             raise RuntimeError(
                 f"{home} cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can be"
