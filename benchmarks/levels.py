@@ -2,8 +2,9 @@
 
 python benchmarks/levels.py [--level x86-64-v3 ...] [--compiler g++ ...] [--contract attention ...] [--json FILE]
 
-Every run is a process of its own, in which torch too uses no newer instructions than the level has. The table for
-docs/exactness.md is printed, or written with `--write`.
+Every run is a process of its own, in which torch too uses no newer instructions than the level has. Where a processor
+has AVX-512 but not Intel's tiles (AMX), these are emulated. The table for docs/exactness.md is printed, or written with
+`--write`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,24 @@ OLDER = {
 }
 """What keeps torch and its libraries from using newer instructions than a level has."""
 
+EMULATED = "native, AMX emulated"
+TILES = Path(__file__).with_name("emulated_tiles.h")
+WITH_TILES = f"""#!/bin/sh
+case " $* " in
+*" -c "*) exec {{compiler}} -D__AMX_TILE__ -D__AMX_BF16__ -D__AMX_INT8__ -include {TILES} "$@" ;;
+esac
+exec {{compiler}} "$@"
+"""
+"""A compiler for which a processor with AVX-512 has Intel's tiles as well, computed by plain C++."""
+
 
 def main() -> None:
-    levels = {level.name: level for level in (*library.PORTABLE, library.NATIVE) if level.fits}
+    levels = [level.name for level in (*library.PORTABLE, library.NATIVE) if level.fits]
+    flags = library.processor_flags()
+    if "avx512_bf16" in flags and "amx_tile" not in flags:
+        levels.append(EMULATED)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--level", nargs="+", choices=levels, default=list(levels))
+    parser.add_argument("--level", nargs="+", choices=levels, default=levels)
     parser.add_argument("--compiler", nargs="+", default=[name for name in COMPILERS if shutil.which(name)])
     parser.add_argument("--contract", nargs="+", choices=CONTRACTS, default=list(CONTRACTS))
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
@@ -76,7 +90,11 @@ def contract(level: str, compiler: str, contracts: Sequence[str] = tuple(CONTRAC
     counts = {name: dict.fromkeys(("passed", "failed", "skipped"), 0) for name in contracts}
     modules, faults = {Path(CONTRACTS[name]).stem: name for name in contracts}, []
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
+        report, wrapper = Path(folder) / "report.xml", Path(folder) / "c++"
+        if level == EMULATED:
+            wrapper.write_text(WITH_TILES.format(compiler=compiler))
+            wrapper.chmod(0o755)
+            environment |= {"CXX": str(wrapper), library.CHOICE: library.NATIVE.name, "TORCH_EXTENSIONS_DIR": folder}
         files = [CONTRACTS[name] for name in contracts]
         command = (sys.executable, "-m", "pytest", "-q", "-m", mark, f"--junitxml={report}", *files)
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
