@@ -7,18 +7,19 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from transformers import GenerationConfig, PreTrainedModel
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from slipstream import Engine, bench, load
 from slipstream.bench import PLAIN, SPECULATIVE, BenchSettings, BenchTask, Contender, Output, Side, contenders, race
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, COMPILED, GENERATE, LOOKUP
-from slipstream.cli import app as cli
 from slipstream.cli import bench as command_room
 from slipstream.core.draws import Key, draw
 from slipstream.core.law import Law
@@ -34,6 +35,7 @@ from slipstream.kernels.packing import PackedLinear
 from slipstream.measure import environment, timing
 from slipstream.measure import environment as machine
 from slipstream.models.loading.load import load_scorer
+from terminal import run
 from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, Clock, scorer, tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 8], [3, 3], [60, 2, 11, 30]]
@@ -281,10 +283,7 @@ def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
         *[(SPECULATIVE, "first", rule, "compiled") for rule in ("token", "match")],
     ]
     rows = bench.measure(engine, PROMPTS, settings, rivals).rows
-    assert [(row.draft, row.rule, row.execution) for row in rows][2:4] == [
-        (own, "token", "eager"),
-        (own, "match", "eager"),
-    ]
+    assert [(row.contender, row.draft, row.rule, row.execution) for row in rows[2:4]] == kinds[2:4]
     assert {row.matches_plain for row in rows} == {4}
     names = list(map(command_room.row_names(rows), rows))
     assert len(set(names)) == len(names) and names[4] == "slipstream speculative 2 second token eager"
@@ -419,28 +418,11 @@ def test_an_interrupted_run_keeps_whole_repetitions(clock: Clock, runs: int, kep
     assert [len(row.speeds) for row in report.rows] == ([] if kept is None else [kept, kept])
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_keeps_finished_races() -> None:
-    engine = pair()
-    contenders = bench.line_up(engine, SMALL)
-    contenders[0] = interrupted_after(3, contenders[0])  # warm-up and two repetitions of the first race
-    report = bench.measure(engine, PROMPTS, SMALL, contenders)
-    assert report.interrupted
-    assert [(row.batch, row.temperature) for row in report.rows] == [(1, 0.0)] * 9
-    assert bench.measure(
-        engine, PROMPTS, replace(SMALL, batches=(1,), repetitions=1)
-    ).rows  # the engine is still of use
-
-
-@pytest.mark.parametrize("change", [lambda new: new[:-1], lambda new: [*new, 1], lambda new: []])
-def test_who_does_less_or_more_is_refused(change: Callable[[list[int]], list[int]]) -> None:
-    cheat = Contender("cheat", lambda task: Output([change([1] * task.max_new_tokens) for _ in task.prompts]))
-    with pytest.raises(ValueError, match="cheat returned"):
-        race.timed(cheat, task())
-
-
-def test_a_missing_output_is_refused() -> None:
-    cheat = Contender("cheat", lambda task: Output([[1] * task.max_new_tokens for _ in task.prompts[1:]]))
+@pytest.mark.parametrize(
+    "change", [lambda new: [new[0][:-1]] * 4, lambda new: [[*new[0], 1]] * 4, lambda new: [[]] * 4, lambda new: new[1:]]
+)
+def test_who_does_less_or_more_is_refused(change: Callable[[list[list[int]]], list[list[int]]]) -> None:
+    cheat = Contender("cheat", lambda task: Output(change([[1] * task.max_new_tokens for _ in task.prompts])))
     with pytest.raises(ValueError, match="cheat returned"):
         race.timed(cheat, task())
 
@@ -458,21 +440,17 @@ def test_what_follows_eos_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "wrong"),
     [
-        {"gammas": ()},
-        {"gammas": (3, 0)},
-        {"batches": ()},
-        {"batches": (0,)},
-        {"temperatures": ()},
-        {"temperatures": (0.5, -1.0)},
-        {"max_new_tokens": 0},
-        {"repetitions": 0},
+        *(("gammas", each) for each in ((), (3, 0))),
+        *(("batches", each) for each in ((), (0,))),
+        *(("temperatures", each) for each in ((), (0.5, -1.0))),
+        *((name, 0) for name in ("max_new_tokens", "repetitions")),
     ],
 )
-def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        BenchSettings(**wrong)
+def test_impossible_settings_are_refused(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        BenchSettings(**{name: wrong})
 
 
 def test_prompts_must_fill_the_batch_and_fit_the_models() -> None:
@@ -487,15 +465,8 @@ def test_prompts_must_fill_the_batch_and_fit_the_models() -> None:
 @pytest.mark.slow
 def test_json_round_trip_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "/" + "somewhere/models"
-    command = [
-        f"{folder}/bin/slipstream",
-        "bench",
-        "--target",
-        f"{folder}/target",
-        f"--draft={folder}/draft",
-        "--quick",
-    ]
-    monkeypatch.setattr(machine.sys, "argv", command)
+    command = f"{folder}/bin/slipstream bench --target {folder}/target --draft={folder}/draft --quick"
+    monkeypatch.setattr(machine.sys, "argv", command.split())
     engine = pair()
     engine.decoder.target.name = f"{folder}/target"  # type: ignore[misc]
     report = bench.measure(engine, PROMPTS, replace(SMALL, batches=(1,), repetitions=1)).as_dict()
@@ -551,44 +522,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`slipstream bench` with a tiny pair, in 80 columns, with nobody watching."""
     monkeypatch.setattr(engine_room, "load", lambda *args, **kwargs: pair())
 
-    def call(*arguments: str) -> Result:
-        environment = {"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None}
-        result = CliRunner().invoke(cli.app, ["bench", *arguments], env=environment)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return call
-
-
-class Measured(Exception):
-    """What reached `measure`."""
-
-    def __init__(self, prompts: list[Any], settings: BenchSettings) -> None:
-        super().__init__("measured")
-        self.prompts, self.settings = prompts, settings
-
-    @property
-    def both(self) -> tuple[list[Any], BenchSettings]:
-        """Prompts and settings."""
-        return self.prompts, self.settings
-
-
-@pytest.fixture
-def asked(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Measured]:
-    """What the command asks to measure."""
-
-    def measure(engine: Engine, prompts: list[Any], settings: BenchSettings, *_: Any, **__: Any) -> None:
-        raise Measured(prompts, settings)
-
-    monkeypatch.setattr(bench, "measure", measure)
-
-    def call(*arguments: str) -> Measured:
-        with pytest.raises(Measured) as caught:
-            command(*arguments)
-        return caught.value
-
-    return call
+    return partial(run, "bench", COLUMNS="80", NO_COLOR="1")
 
 
 SHORT = ["--max-new-tokens", "5", "--repetitions", "2"]
@@ -611,26 +545,33 @@ def test_command_prints_every_row_in_80_columns(command: Callable[..., Result], 
 def test_command_prints_json_and_nothing_else(command: Callable[..., Result], prompts_file: str) -> None:
     result = command("--quick", "--prompts", prompts_file, *SHORT, "--temperature", "0", "--json")
     report = json.loads(result.stdout)
-    assert [row["contender"] for row in report["rows"]] == [
-        PLAIN,
-        SPECULATIVE,
-        GENERATE,
-        ASSISTED,
-        ASSISTED_AUTO,
-        LOOKUP,
-    ]
+    names = [PLAIN, SPECULATIVE, GENERATE, ASSISTED, ASSISTED_AUTO, LOOKUP]
+    assert [row["contender"] for row in report["rows"]] == names
     assert report["settings"]["max_new_tokens"] == 5
     assert {row["prompts"] for row in report["rows"]} == {4}
 
 
-def test_options_of_the_command_arrive(asked: Callable[..., Measured], prompts_file: str) -> None:
-    assert asked().both == (list(bench.PROMPTS), bench.FULL)
-    assert asked("--quick").both == (list(bench.PROMPTS[:4]), bench.QUICK)
-    assert len(asked("--quick", "--batch", "6").prompts) == 6
-    assert asked("--prompts", prompts_file).prompts == [[5, 9, 2 + i] for i in range(8)]
+def test_options_of_the_command_arrive(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, prompts_file: str
+) -> None:
+    seen = list[tuple[list[Any], BenchSettings]]()
+
+    def measure(engine: Engine, prompts: list[Any], settings: BenchSettings, *_: Any, **__: Any) -> None:
+        seen.append((prompts, settings))
+        raise typer.Exit
+
+    def asked(*arguments: str) -> tuple[list[Any], BenchSettings]:
+        command(*arguments)
+        return seen.pop()
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert asked() == (list(bench.PROMPTS), bench.FULL)
+    assert asked("--quick") == (list(bench.PROMPTS[:4]), bench.QUICK)
+    assert len(asked("--quick", "--batch", "6")[0]) == 6
+    assert asked("--prompts", prompts_file)[0] == [[5, 9, 2 + i] for i in range(8)]
     many = ["--gamma", "2", "--gamma", "4", "--batch", "3", "--temperature", "0", "--temperature", "0.7"]
-    assert asked(*many, *SHORT, "--stop-at-eos").settings == BenchSettings((2, 4), (3,), (0.0, 0.7), 5, 2, False)
-    assert asked("--quick", *SHORT).settings == replace(bench.QUICK, max_new_tokens=5, repetitions=2)
+    assert asked(*many, *SHORT, "--stop-at-eos")[1] == BenchSettings((2, 4), (3,), (0.0, 0.7), 5, 2, False)
+    assert asked("--quick", *SHORT)[1] == replace(bench.QUICK, max_new_tokens=5, repetitions=2)
 
 
 def test_ctrl_c_prints_the_rows_so_far(
@@ -679,9 +620,8 @@ def test_a_plot_is_refused_before_anything_is_measured(
     assert "there is no folder" in command("--plot", str(tmp_path / "none" / "speed.png")).stderr
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     missing = command("--plot", str(tmp_path / "speed.png"))
-    assert missing.exit_code == 2 and missing.stderr == (
-        "slipstream: a plot needs matplotlib: pip install 'slipstream[plot]'.\n"
-    )
+    says = "slipstream: a plot needs matplotlib: pip install 'slipstream[plot]'.\n"
+    assert (missing.exit_code, missing.stderr) == (2, says)
 
 
 @pytest.mark.parametrize(
@@ -701,14 +641,6 @@ def test_errors_of_the_command_are_one_sentence(
     assert result.exit_code == 2
     assert result.stderr.startswith(sentence) and result.stderr.count("\n") == 1
     assert not result.stdout
-
-
-def test_a_prompt_that_cannot_be_read_is_named(command: Callable[..., Result], tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"tokens": [1]}\n{"text": "no prompt"}\n')
-    result = command("--prompts", str(path))
-    assert result.exit_code == 2
-    assert f"{path}:2: the line must be" in result.stderr
 
 
 def test_a_busy_machine_is_named(

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from drafters.test_contracts import BY_CONTEXT, MADE, OWN, decoder, llama
-from slipstream.core.draft import Draft, Tree
+from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng, draw
 from slipstream.core.protocols import scorers_among
 from slipstream.core.request import Request, Row
@@ -65,6 +64,15 @@ def of_every_kind(count: int, seed: int = 0, longest: int = 5) -> list[Request]:
 def drain(scheduler: Scheduler) -> list[Round]:
     """All rounds that are left."""
     return list(scheduler.rounds())
+
+
+def coming(scheduler: Scheduler, requests: Sequence[Request], at_once: Callable[[], int]) -> list[Row]:
+    """The rows of requests of which some more come before every step."""
+    rows = list[Row]()
+    while len(rows) < len(requests) or scheduler.busy:
+        rows += [scheduler.add(each) for each in requests[len(rows) : len(rows) + at_once()]]
+        scheduler.step()
+    return rows
 
 
 def alone(make: Callable[[], Decoder], requests: Sequence[Request]) -> list[list[int]]:
@@ -167,12 +175,8 @@ def test_a_draft_reads_nothing_that_it_is_not_asked_for() -> None:
 
 def test_64_requests_at_random_times_have_the_texts_they_would_have_alone() -> None:
     requests, times = of_every_kind(64, seed=1), random.Random(2)
-    rows = list[Row]()
     with Scheduler(pair(6)) as scheduler:
-        while len(rows) < len(requests) or scheduler.busy:
-            for each in requests[len(rows) : len(rows) + times.choice([0, 0, 1, 3])]:
-                rows.append(scheduler.add(each))
-            scheduler.step()
+        rows = coming(scheduler, requests, lambda: times.choice([0, 0, 1, 3]))
     assert [row.output for row in rows] == alone(pair, requests)
     assert all(row.finish_reason in {"stop", "length"} for row in rows)
 
@@ -190,19 +194,11 @@ def test_a_real_model_serves_requests_at_random_times() -> None:
         for sampler, how in [(GREEDY, {}), (SAMPLE, {"rule": COUPLED}), (SAMPLE, {}), (GREEDY, {"gamma": 0})] * 8
     ]
     requests = [replace(each, key=number, seed=number) for number, each in enumerate(requests)]
-    rows = list[Row]()
     with Scheduler(make(), prefill_chunk=8) as scheduler:
-        while len(rows) < len(requests) or scheduler.busy:
-            for each in requests[len(rows) : len(rows) + times.choice([0, 1, 2])]:
-                rows.append(scheduler.add(each))
-            scheduler.step()
-    same = [row.request.sampler.greedy or row.request.rule is COUPLED for row in rows]
-    texts = [row.output for row in rows]
-    expected = alone(make, requests)
-    assert sum(same) == 24
-    assert [text for text, counts in zip(texts, same, strict=True) if counts] == [
-        text for text, counts in zip(expected, same, strict=True) if counts
-    ]
+        rows = coming(scheduler, requests, lambda: times.choice([0, 1, 2]))
+    same = [row for row in rows if row.request.sampler.greedy or row.request.rule is COUPLED]
+    assert len(same) == 24
+    assert [row.output for row in same] == alone(make, [row.request for row in same])
 
 
 def test_requests_come_from_other_threads() -> None:
@@ -242,20 +238,14 @@ def test_an_aborted_row_is_freed_before_the_next_round() -> None:
     assert [row.output for row in rows[1:3]] == alone(pair, long[1:3])
 
 
-def test_aborting_what_has_ended_changes_nothing() -> None:
-    with Scheduler(pair()) as scheduler:
-        row = scheduler.add(request([0], 2))
-        drain(scheduler)
-        scheduler.abort(row)
-        assert scheduler.step() is None and row.finish_reason == "length"
-
-
 def test_a_scheduler_without_work_rests_and_goes_on() -> None:
+    """Aborting what has ended changes nothing."""
     with Scheduler(pair()) as scheduler:
         assert scheduler.step() is None
         first = scheduler.add(request([0], 2, GREEDY))
         drain(scheduler)
-        assert scheduler.step() is None
+        scheduler.abort(first)
+        assert scheduler.step() is None and first.finish_reason == "length"
         second = scheduler.add(request([0], 2, GREEDY))
         drain(scheduler)
     assert first.output == second.output != []
@@ -288,9 +278,6 @@ class Counting(TableScorer):
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         self.read.append(sum(map(len, texts)))
         super().prefill(texts, first)
-
-    def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        return super().extend(tokens, counts, first, tree)
 
 
 def test_a_long_prompt_is_read_in_pieces_while_others_run() -> None:
@@ -385,69 +372,46 @@ def test_the_eldest_prompt_gets_half_of_every_piece() -> None:
         assert eldest.output
 
 
+@pytest.mark.parametrize(("lengths", "piece"), [((1200,), 512), ((70, 71, 72, 73), 20)])
 @pytest.mark.parametrize("shape", [None, (2, 1)])
-def test_a_draft_reads_a_long_prompt_in_pieces_too(shape: tuple[int, ...] | None) -> None:
-    """Until it has read the prompt, its row is decoded plainly; the texts are those of the target alone."""
-    long = request([number % 3 for number in range(1200)], 12, GREEDY, key=2)
-    first, draft = request([0, 1], 40, GREEDY, key=1), Counting()
-    drafter = ModelDrafter(draft) if shape is None else TreeDrafter(draft, shape)
-    with Scheduler(Decoder(scorer(dirichlet_table(1)), drafter, BLOCK.verify, Fixed(2))) as scheduler:
-        running = scheduler.add(first)
-        scheduler.step()
-        draft.read.clear()
-        late = scheduler.add(long)
-        drain(scheduler)
-    assert sum(draft.read) >= 1200 and max(draft.read) <= 512
-    assert late.stats.accepted > 0 and len(late.stats.drafted_by_position) == 2
-    expected = plain(Decoder(scorer(dirichlet_table(1))), [first, long])
-    assert [running.output, late.output] == [row.output for row in expected]
-
-
-@pytest.mark.parametrize("shape", [None, (2, 1)])
-def test_a_draft_reads_no_more_per_round_than_the_target_however_many_prompts_come(
-    shape: tuple[int, ...] | None,
+def test_a_draft_reads_prompts_in_the_pieces_of_the_target_however_many_come(
+    shape: tuple[int, ...] | None, lengths: tuple[int, ...], piece: int
 ) -> None:
-    draft = Counting()
+    """Until it has read the prompt, its row is decoded plainly; the texts are those of the target alone."""
+    draft, first = Counting(), request([0, 1], 40, GREEDY, key=9)
     drafter = ModelDrafter(draft) if shape is None else TreeDrafter(draft, shape)
-    requests = [request([number % 3 for number in range(70 + place)], 12, GREEDY, key=place) for place in range(4)]
-    first = request([0, 1], 40, GREEDY, key=9)
+    requests = [request([n % 3 for n in range(length)], 12, GREEDY, key=length) for length in lengths]
     decoder = Decoder(scorer(dirichlet_table(1)), drafter, BLOCK.verify, Fixed(2))
-    with Scheduler(decoder, prefill_chunk=20) as scheduler:
+    with Scheduler(decoder, prefill_chunk=piece) as scheduler:
         running = scheduler.add(first)
         scheduler.step()
         draft.read.clear()
         rows = [scheduler.add(each) for each in requests]
         drain(scheduler)
-    assert sum(draft.read) > 100 and max(draft.read) <= 20 and rows[0].stats.accepted > 0
+    assert sum(draft.read) >= sum(lengths) and max(draft.read) <= piece
+    assert rows[0].stats.accepted > 0 and len(rows[0].stats.drafted_by_position) == 2
     expected = plain(Decoder(scorer(dirichlet_table(1))), [first, *requests])
     assert [row.output for row in (running, *rows)] == [row.output for row in expected]
-
-
-def test_an_aborted_prompt_is_read_no_further() -> None:
-    target = Counting()
-    with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10) as scheduler:
-        running = scheduler.add(request([0, 1], 40, key=1))
-        scheduler.step()
-        late = scheduler.add(request([1] * 500, 4, key=2))
-        scheduler.step()
-        scheduler.abort(late)
-        drain(scheduler)
-    assert sum(target.read) == 1 + 10 and late.finish_reason == "abort" and len(running.output) == 40
 
 
 # ---- ends that nobody waits for ---------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_can_be_aborted_while_it_is_read() -> None:
-    """Although nobody else runs: the abort is seen before the next piece."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_long_prompt_is_read_no_further_once_it_is_aborted(beside: bool) -> None:
+    """The abort is seen before the next piece, also where nobody else runs."""
     target = Counting()
-    with Scheduler(Decoder(target, controller=Fixed(0))) as scheduler:
-        row = scheduler.add(request([1] * 4000, 4))
-        assert scheduler.step() is None
-        scheduler.abort(row)
-        assert scheduler.step() is None and not scheduler.busy
-        assert target.lengths == []
-    assert target.read == [512] and row.finish_reason == "abort" and not row.output
+    with Scheduler(Decoder(target, controller=Fixed(0)), prefill_chunk=10) as scheduler:
+        running = [scheduler.add(request([0, 1], 40, key=1))] if beside else []
+        scheduler.step()
+        target.read.clear()
+        late = scheduler.add(request([1] * 500, 4, key=2))
+        assert (scheduler.step() is None) is not beside
+        scheduler.abort(late)
+        drain(scheduler)
+        assert scheduler.step() is None and not scheduler.busy and target.lengths == []
+    assert target.read == [10] and late.finish_reason == "abort" and not late.output
+    assert [len(row.output) for row in running] == [40] * beside
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 4, 7])
@@ -497,31 +461,25 @@ def test_rows_wait_in_the_order_of_their_priority_then_of_their_arrival() -> Non
 # ---- equal prompts ----------------------------------------------------------------------------------------------
 
 
+def undrafted() -> Decoder:
+    return Decoder(scorer(dirichlet_table(1)), controller=Fixed(0))
+
+
 def samples(count: int, prompt: Sequence[int] = (0, 1, 2) * 30) -> list[Request]:
     """Several texts of one prompt."""
     return [request(prompt, 8, seed=number, key=number) for number in range(count)]
 
 
-def test_equal_prompts_are_read_once_and_have_texts_of_their_own() -> None:
+def test_equal_prompts_are_read_once_by_each_tenant_and_have_texts_of_their_own() -> None:
     target, requests = Counting(), samples(4)
-    other = request([1] * 300, 8, key=9)
-    make = lambda: Decoder(scorer(dirichlet_table(1)), controller=Fixed(0))  # noqa: E731
-    with Scheduler(replace(make(), target=target), prefill_chunk=50) as scheduler:
-        rows = [scheduler.add(each) for each in [*requests[:2], other, *requests[2:]]]
+    others = [request([1] * 300, 8, key=9), replace(requests[0], cache_salt="other")]
+    with Scheduler(replace(undrafted(), target=target), prefill_chunk=50) as scheduler:
+        rows = [scheduler.add(each) for each in [*requests[:2], *others, *requests[2:]]]
         drain(scheduler)
-    assert sum(target.read) == 89 + 299
-    assert [row.output for row in rows] == alone(make, [row.request for row in rows])
+    assert sum(target.read) == 89 + 299 + 89
+    assert [row.output for row in rows] == alone(undrafted, [row.request for row in rows])
     assert len({tuple(row.output) for row in rows}) > 3
-    assert [row.stats.cached for row in rows] == [0, 89, 0, 89, 89]
-
-
-def test_prompts_of_other_tenants_are_read_again() -> None:
-    target, (first, second) = Counting(), samples(2)
-    with Scheduler(Decoder(target, controller=Fixed(0))) as scheduler:
-        scheduler.add(first)
-        scheduler.add(replace(second, cache_salt="other"))
-        drain(scheduler)
-    assert sum(target.read) == 2 * 89
+    assert [row.stats.cached for row in rows] == [0, 89, 0, 0, 89, 89]
 
 
 def test_whoever_waits_for_an_equal_prompt_goes_on_when_its_reader_is_aborted() -> None:
@@ -531,9 +489,8 @@ def test_whoever_waits_for_an_equal_prompt_goes_on_when_its_reader_is_aborted() 
         scheduler.step()
         scheduler.abort(rows[0])
         drain(scheduler)
-    make = lambda: Decoder(scorer(dirichlet_table(1)), controller=Fixed(0))  # noqa: E731
     assert sum(target.read) == 89
-    assert [row.output for row in rows[1:]] == alone(make, requests)[1:]
+    assert [row.output for row in rows[1:]] == alone(undrafted, requests[1:])
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------
@@ -553,10 +510,11 @@ def weighed(gamma: int = 2, rng: Rng = draw) -> Decoder:
     return Decoder(target, ModelDrafter(small), controller=Fixed(gamma), batch_size=4, rng=rng)
 
 
-def gave_way(scheduler: Scheduler) -> int:
+def gave_way(scheduler: Scheduler, watch: Callable[[Round], object] = lambda round: None) -> int:
     """How often a row that had begun had to wait again, until all have ended."""
     times, before = 0, set[int]()
-    for _ in scheduler.rounds():
+    for round in scheduler.rounds():
+        watch(round)
         waiting = {row.index for row in scheduler.waiting if row.output}
         times, before = times + len(waiting - before), waiting
     return times
@@ -564,18 +522,13 @@ def gave_way(scheduler: Scheduler) -> int:
 
 def test_rows_wait_for_memory_and_give_way_and_keep_their_texts() -> None:
     requests = [replace(each, rule=None, gamma=None) for each in of_every_kind(12, seed=8)]
-    limit = 60
-    with Scheduler(weighed(), memory=limit) as scheduler:
+    seen = list[tuple[int, int]]()
+    with Scheduler(weighed(), memory=60) as scheduler:
         rows = [scheduler.add(each) for each in requests]
-        times, most = 0, 0
-        before = set[int]()
-        for round in scheduler.rounds():
-            waiting = {row.index for row in scheduler.waiting if row.output}
-            times, before = times + len(waiting - before), waiting
-            most = max(most, len(round.rows))
-            held = sum(scheduler.decoder.target.lengths)
-            assert 2 * held <= limit
-    assert times > 1 and most > 1
+        target = scheduler.decoder.target
+        assert gave_way(scheduler, lambda round: seen.append((len(round.rows), 2 * sum(target.lengths)))) > 1
+    most, held = map(max, zip(*seen, strict=True))
+    assert most > 1 and held <= 60
     same = [place for place, row in enumerate(rows) if row.request.sampler.greedy]
     expected = alone(weighed, requests)
     assert len(same) > 2 and [rows[place].output for place in same] == [expected[place] for place in same]
@@ -592,8 +545,7 @@ def test_a_coupled_row_that_gave_way_has_the_text_it_would_have_alone(rule: Rule
     assert all(len(row.output) == 12 for row in rows)
 
 
-@pytest.mark.parametrize("rule", [TOKEN, BLOCK])
-def test_the_law_of_a_row_that_gives_way_is_the_target_s(rule: Rule) -> None:
+def off_by_giving_way(rule: Rule, count: int) -> float:
     """By enumeration: the sampled row is sent back to wait whenever the greedy one before it has grown."""
     times = list[int]()
 
@@ -601,12 +553,18 @@ def test_the_law_of_a_row_that_gives_way_is_the_target_s(rule: Rule) -> None:
         decoder = replace(weighed(1, rng), verifier=rule.verify, batch_size=2)
         with Scheduler(decoder, memory=16) as scheduler:
             scheduler.add(request([0, 1], 4, GREEDY, gamma=0, key=1))
-            sampled = scheduler.add(request([0, 2], 3, key=2))
+            sampled = scheduler.add(request([0, 2], count, key=2))
             times.append(gave_way(scheduler))
         return tuple(sampled.output)
 
-    assert total_variation(enumerate_outcomes(run), plain_law(TARGET, (0, 2), 3)) < EXACT
+    off = total_variation(enumerate_outcomes(run), plain_law(TARGET, (0, 2), count))
     assert max(times) > 0, "nobody gave way"
+    return off
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK])
+def test_the_law_of_a_row_that_gives_way_is_the_target_s(rule: Rule) -> None:
+    assert off_by_giving_way(rule, 3) < EXACT
 
 
 def test_control_a_row_that_comes_back_without_its_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,15 +575,7 @@ def test_control_a_row_that_comes_back_without_its_last_token_is_caught(monkeypa
         prefill(self, [[*text[:-2], *text[-1:], *text[-1:]] if len(text) > 2 else text for text in texts], first)
 
     monkeypatch.setattr(TableScorer, "prefill", short)
-
-    def run(rng: Rng) -> tuple[int, ...]:
-        with Scheduler(replace(weighed(1, rng), batch_size=2), memory=16) as scheduler:
-            scheduler.add(request([0, 1], 4, GREEDY, gamma=0, key=1))
-            sampled = scheduler.add(request([0, 2], 4, key=2))
-            drain(scheduler)
-        return tuple(sampled.output)
-
-    assert total_variation(enumerate_outcomes(run), plain_law(TARGET, (0, 2), 4)) > WRONG
+    assert off_by_giving_way(TOKEN, 4) > WRONG
 
 
 def test_what_never_fits_is_refused_and_what_grows_too_long_ends() -> None:
@@ -691,7 +641,6 @@ def test_control_a_piece_at_the_wrong_place_is_caught(monkeypatch: pytest.Monkey
     good = generate(Decoder(Counting(), controller=Fixed(0)), requests)[0].output
     monkeypatch.setattr(Counting, "prefill", twice)
     assert generate(Decoder(Counting(), controller=Fixed(0)), requests)[0].output != good
-    assert WRONG > EXACT
 
 
 def test_sources_of_sound_are_compared_by_their_features() -> None:

@@ -122,11 +122,10 @@ def test_a_stop_callable_ends_a_text_in_mid_round_and_is_asked_once_per_token(en
     assert asked == [list(range(last + 1)) for last in range(2, end + 1)]
 
 
-def test_eos_comes_before_the_stop_callable_and_both_before_the_limit() -> None:
-    both = request([1], 3, GREEDY, eos=frozenset({4}), stop=lambda tokens: "enough" if tokens[-1] == 4 else None)
-    assert single(counter(Scripted(right)), both).finish_reason == "stop"
-    one = request([1], 3, GREEDY, stop=lambda tokens: "enough" if tokens[-1] == 4 else None)
-    assert single(counter(Scripted(right)), one).finish_reason == "enough"
+@pytest.mark.parametrize(("eos", "reason"), [(frozenset({4}), "stop"), (frozenset[int](), "enough")])
+def test_eos_comes_before_the_stop_callable_and_both_before_the_limit(eos: frozenset[int], reason: str) -> None:
+    both = request([1], 3, GREEDY, eos=eos, stop=lambda tokens: "enough" if tokens[-1] == 4 else None)
+    assert single(counter(Scripted(right)), both).finish_reason == reason
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
@@ -198,13 +197,6 @@ def test_rows_may_draft_nothing_while_others_draft() -> None:
     assert drafter.observed[0].draft.lengths == (4, 0, 0, 4)
 
 
-def test_empty_drafts_are_plain_decoding() -> None:
-    row = single(counter(Scripted(lambda text: [])), request([1], 6, GREEDY))
-    assert row.output == [2, 3, 4, 5, 6, 7]
-    stats = row.stats
-    assert (stats.drafted, stats.alpha, stats.draft_acceptance_rate, stats.mean_acceptance_length) == (0, None, None, 1)
-
-
 def test_the_caches_hold_the_text_without_its_pending_token_after_every_round() -> None:
     decoder = pair(gamma=2)
     draft = decoder.drafter.scorer  # type: ignore[attr-defined]
@@ -230,7 +222,8 @@ def test_statistics_of_a_scripted_text_counted_by_hand() -> None:
         7: [9, 8],  # rejected at once; emits 8
         8: [9, 10, 11, 12],  # 10 ends the text: two of four accepted, no more tested
     }
-    row = single(counter(Scripted(lambda text: drafts[text[-1]])), request([0, 1], 30, GREEDY, eos=frozenset({10})))
+    drafter = Scripted(lambda text: drafts[text[-1]])
+    row = single(counter(drafter), request([0, 1], 30, GREEDY, eos=frozenset({10})))
     assert row.output == [2, 3, 4, 5, 6, 7, 8, 9, 10]
     stats = row.stats
     assert (stats.emitted, stats.target_calls) == (9, 5)
@@ -241,6 +234,9 @@ def test_statistics_of_a_scripted_text_counted_by_hand() -> None:
     assert stats.acceptance_by_position == [3 / 4, 2 / 3, 0, 0]
     assert {"prefill", "draft", "target", "accept", "rest"} <= set(stats.seconds)
     assert all(seconds >= 0 for seconds in stats.seconds.values())
+    sources = [[round.source(0, i) for i in range(len(round.tokens[0]))] for round in drafter.observed]
+    both = ["draft", "draft"]
+    assert sources == [[*both, "correction"], ["target"], ["draft", "bonus"], ["correction"], both]
 
 
 @pytest.mark.parametrize("end", range(2, 7))
@@ -257,22 +253,9 @@ def test_tokens_that_are_cut_are_neither_emitted_nor_accepted(end: int) -> None:
     assert [round.source(0, i) for i in range(emitted)] == (["draft"] * 4 + ["bonus"])[:emitted]
 
 
-def test_where_tokens_come_from() -> None:
-    drafter = Scripted(lambda text: {1: [2, 9], 3: [], 4: [5]}[text[-1]])
-    generate(counter(drafter), [request([1], 5, GREEDY)])
-    sources = [[round.source(0, i) for i in range(len(round.tokens[0]))] for round in drafter.observed]
-    assert sources == [["draft", "correction"], ["target"], ["draft", "bonus"]][: len(sources)]
-    assert len(sources) == 3
-
-
 def test_alpha_is_the_mean_overlap_whatever_is_drawn() -> None:
-    def p(prefix: tuple[int, ...]) -> tuple[float, ...]:
-        return (0.5, 0.3, 0.2)
-
-    def q(prefix: tuple[int, ...]) -> tuple[float, ...]:
-        return (0.1, 0.3, 0.6)
-
-    decoder = Decoder(scorer(p), ModelDrafter(scorer(q)), controller=Fixed(3))
+    target, draft = scorer(lambda prefix: (0.5, 0.3, 0.2)), scorer(lambda prefix: (0.1, 0.3, 0.6))
+    decoder = Decoder(target, ModelDrafter(draft), controller=Fixed(3))
     stats = single(decoder, request([0], 200)).stats
     assert stats.alpha == pytest.approx(0.1 + 0.3 + 0.2, abs=1e-12)
     assert 0 < stats.accepted < stats.tested < stats.drafted
@@ -344,10 +327,6 @@ def test_no_text_of_a_model_depends_on_its_batch(temperature: float) -> None:
     assert [len(output) for output in outputs[0]] == [6, 13, 20, 6, 13, 20]
 
 
-def test_no_requests_give_no_rows() -> None:
-    assert generate(pair(), []) == []
-
-
 # ---- the draft's limits -----------------------------------------------------------------------------------------
 
 
@@ -355,12 +334,9 @@ def test_no_requests_give_no_rows() -> None:
 def test_a_text_longer_than_the_drafts_context_is_drafted_from_a_window(context: int, gamma: int) -> None:
     """The table looks at the last token only, so a window loses nothing."""
     table = dirichlet_table(1)
-
-    def last(prefix: tuple[int, ...]) -> Sequence[float]:
-        return table(prefix[-1:])
-
-    drafter = ModelDrafter(scorer(last, "draft", context=context))
-    decoder = Decoder(scorer(last, "target"), drafter, controller=Fixed(gamma))
+    small, large = (scorer(lambda prefix: table(prefix[-1:]), "any", context=most) for most in (context, None))
+    drafter = ModelDrafter(small)
+    decoder = Decoder(large, drafter, controller=Fixed(gamma))
     requests = [request([0, 1, 2] * 4, 20, key=0), request([1], 20, key=1)]
     long, short = (row.stats for row in generate(decoder, requests))
     assert long.windowed == long.drafted == long.accepted > 0
@@ -425,10 +401,17 @@ def test_impossible_requests_are_refused_before_any_work(prompt: list[int], limi
 
 
 @pytest.mark.parametrize("hf", [False, True], ids=["table", "model"])
-def test_a_stream_may_be_closed_early_and_the_decoder_used_again(hf: bool) -> None:
+def test_a_stream_has_the_decoder_alone_until_it_ends_or_is_closed(hf: bool) -> None:
+    """Two streams would mix their rows in one cache."""
     decoder = any_decoder(hf)
     requests = [request([key % 3, 1], 8, key=key) for key in range(3)]
     want = [row.output for row in generate(any_decoder(hf), requests)]
+    stream = rounds(decoder, requests)
+    next(stream)
+    with pytest.raises(RuntimeError, match="one call at a time"):
+        generate(decoder, requests)
+    texts = {row.index: row.output for round in stream for row in round.rows}
+    assert [texts[index] for index in range(3)] == want, "the first stream is not disturbed"
     stream = rounds(decoder, requests)
     next(stream), next(stream)
     assert len(decoder.target.lengths) == 2
@@ -487,19 +470,6 @@ def test_an_exception_leaves_the_decoder_usable(
     assert [row.output for row in generate(decoder, requests)] == want
 
 
-@pytest.mark.parametrize("hf", [False, True], ids=["table", "model"])
-def test_a_decoder_that_is_in_use_says_so(hf: bool) -> None:
-    """Two streams would mix their rows in one cache."""
-    decoder = any_decoder(hf)
-    stream = rounds(decoder, [request([1, 2], 8)])
-    next(stream)
-    with pytest.raises(RuntimeError, match="one call at a time"):
-        generate(decoder, [request([2, 1], 8)])
-    want = single(any_decoder(hf), request([1, 2], 8)).output
-    *_, last = stream  # the first stream is not disturbed
-    assert last.rows[0].output == want
-
-
 # ---- controllers ------------------------------------------------------------------------------------------------
 
 
@@ -520,10 +490,13 @@ def test_a_row_without_room_for_a_draft_teaches_nothing_about_drafting() -> None
     assert [round.gammas for round in drafter.observed] == [(3,), (0,)]
 
 
-def test_gamma_0_is_plain_decoding() -> None:
+@pytest.mark.parametrize("decoder", [pair(gamma=0), Decoder(scorer(PAIRS["generic"][0]), Scripted(lambda text: []))])
+def test_gamma_0_and_empty_drafts_are_plain_decoding(decoder: Decoder) -> None:
     requests = [request([1], 9, key=1)]
-    (row,) = generate(pair(gamma=0), requests)
-    (alone,) = plain(pair(), requests)
-    assert row.output == alone.output and row.stats.target_calls == 9 and row.stats.drafted == 0
+    (row,), (alone,) = generate(decoder, requests), plain(pair(), requests)
+    assert row.output == alone.output and generate(decoder, []) == []
+    stats = row.stats
+    assert (stats.target_calls, stats.drafted, stats.alpha, stats.draft_acceptance_rate) == (9, 0, None, None)
+    assert stats.mean_acceptance_length == 1
     with pytest.raises(ValueError, match=r"^gamma=-1 is not possible: it must be 0 \(plain decoding\) or more\.$"):
         Fixed(-1)

@@ -172,6 +172,5 @@ def test_more_replicas_serve_faster_and_cost_what_they_cost(tmp_path: Path) -> N
 def test_a_simulation_needs_a_plan_and_a_trace(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.json")
     assert "name it with --plan" in run("plan", "--replicas", "2").stderr
-    assert (
-        "name a CSV file with --trace" in run("plan", "--plan", str(tmp_path / "plan.json"), "--replicas", "2").stderr
-    )
+    found = run("plan", "--plan", str(tmp_path / "plan.json"), "--replicas", "2")
+    assert "name a CSV file with --trace" in found.stderr

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 import typer
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from slipstream import Engine, load
 from slipstream.cli import app as cli
@@ -51,19 +52,10 @@ from slipstream.plan.measure import Ledger, PlanTask, Sweep, sweep
 from slipstream.plan.planner import PlanSettings, make
 from slipstream.plan.predict import AcceptanceCounts, Outline, PlanCosts, Survival, emitting, states, survival
 from slipstream.theory import walltime_factor
-from toys import FAMILIES, HF_VOCAB, rare, tiny
+from terminal import run as terminal_run
+from toys import FAMILIES, HF_VOCAB, Clock, rare, tiny
 
 # ---- processes with a clock -------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Time that passes only when somebody works."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Timed(TableScorer):
@@ -243,16 +235,6 @@ def test_impossible_settings(wrong: dict[str, Any]) -> None:
         PlanSettings(**wrong)
 
 
-def test_ctrl_c_keeps_the_predictions(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "speeds", interrupted)
-    engine, drafter = pair(clock, (1, 0), (1, 0))
-    report = make(engine, {"a": drafter}, TEXTS, QUICK)
-    assert report.interrupted and report.outlooks[1]["a"].predictions and not report.verifications
-
-
 # ---- formulas ---------------------------------------------------------------------------------------------------
 
 
@@ -333,9 +315,8 @@ def test_rounds_of_a_text(gamma: int) -> None:
     assert emitting(Survival(all_, all_), gamma, 24, float)[0] == pytest.approx(24 / (gamma + 1))
     # After a first round that keeps nothing, it is never in flow; one that keeps all stays there.
     assert emitting(Survival(none, all_), gamma, 24, float)[0] > 20
-    assert emitting(Survival(none, none), gamma, 24, float) == pytest.approx(
-        (24, gamma * 24 - sum(range(1, gamma + 1)))
-    )
+    drafted = gamma * 24 - sum(range(1, gamma + 1))
+    assert emitting(Survival(none, none), gamma, 24, float) == pytest.approx((24, drafted))
 
 
 def beat(width: int, seconds: float = 1.0, new: int = 0) -> Beat:
@@ -351,9 +332,8 @@ def test_widths_of_a_drafter_that_offers_less() -> None:
 
 
 def test_costs_between_what_was_measured() -> None:
-    costs = PlanCosts(
-        1, (beat(1),), (beat(2, 2.0), beat(4, 4.0), beat(4, 4.4), beat(4, 9.0), beat(3, 99.0, new=1)), (3,)
-    )
+    ours = (beat(2, 2.0), beat(4, 4.0), beat(4, 4.4), beat(4, 9.0), beat(3, 99.0, new=1))
+    costs = PlanCosts(1, (beat(1),), ours, (3,))
     assert costs.round(3) == 4.4  # the median
     assert costs.round(2) == pytest.approx(3.2)  # between its neighbours: the round with a new row does not count
     assert predict.between({2: 2.0, 4: 5.0}, 9) == 5.0
@@ -387,9 +367,7 @@ def test_measured_acceptance_counts_room(clock: Clock) -> None:
     _, (record,), reading = sweep(engine.decoder, [drafter], task, 5, lambda name: None)
     assert reading.tokens == sum(map(len, TEXTS)) and reading.seconds >= 0
     assert survival(record.tallies) == [1] * 5
-    assert all(
-        kept == tested for tally in record.tallies for kept, tested in zip(tally.kept, tally.tested, strict=True)
-    )
+    assert all(tuple(tally.kept) == tuple(tally.tested) for tally in record.tallies)
     assert sum(tally.tested[0] for tally in record.tallies) > sum(tally.tested[4] for tally in record.tallies) > 0
 
 
@@ -488,9 +466,6 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, sentence: str) -> None
     file.write_text(text)
     with pytest.raises(ValueError, match=sentence):
         Plan.read(file)
-
-
-def test_no_file() -> None:
     with pytest.raises(ValueError, match="cannot read the plan nowhere: No such file"):
         Plan.read("nowhere")
 
@@ -520,9 +495,8 @@ def test_load_takes_models_from_the_plan(tmp_path: Path) -> None:
     engine = load(plan=plan)
     assert engine.decoder.target.name.endswith("big")
     assert isinstance(engine.decoder.drafter, ModelDrafter)
-    assert load(
-        tmp_path / "big", plan=replace(with_models(plan, draft=None), gammas={1: 0})
-    ).decoder.controller == Fixed(0)
+    alone = load(tmp_path / "big", plan=replace(with_models(plan, draft=None), gammas={1: 0}))
+    assert alone.decoder.controller == Fixed(0)
 
 
 # ---- exports ----------------------------------------------------------------------------------------------------
@@ -549,19 +523,15 @@ def test_export_for_vllm() -> None:
         "draft_sample_method": "probabilistic",
         "num_speculative_tokens_per_batch_size": [[1, 1, 5], [2, 8, 2]],
     }
-    alone = export(replace(GREEDY, gammas={1: 4}), "vllm")
-    assert json.loads(shlex.split(alone)[-1]) == {
-        "method": "draft_model",
-        "model": "org/small",
-        "num_speculative_tokens": 4,
-    }
+    alone = json.loads(shlex.split(export(replace(GREEDY, gammas={1: 4}), "vllm"))[-1])
+    assert alone == {"method": "draft_model", "model": "org/small", "num_speculative_tokens": 4}
     lookup = export(replace(with_models(GREEDY, draft="lookup"), gammas={1: 4}), "vllm")
     assert json.loads(shlex.split(lookup)[-1]) == {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def test_export_for_sglang() -> None:
-    names = ("steps", "eagle-topk", "num-draft-tokens")
-    flags = [f"--speculative-{name}" for name in ("algorithm", "draft-model-path", "num-steps", *names[1:])]
+    names = ("algorithm", "draft-model-path", "num-steps", "eagle-topk", "num-draft-tokens")
+    flags = [f"--speculative-{name}" for name in names]
     text = export(GREEDY, "sglang").removeprefix("python -m sglang.launch_server ")
     found = options(text, "--model-path", "--dtype", *flags)
     assert (found.speculative_algorithm, found.speculative_draft_model_path) == ("STANDALONE", "org/small")
@@ -577,9 +547,8 @@ def test_export_for_llama_cpp() -> None:
     found = options(text, "-m", "--spec-type", *flags)
     assert (found.m, found.spec_draft_model, found.spec_draft_n_max) == ("org/big.gguf", "org/small.gguf", "5")
     assert (found.spec_type, found.spec_draft_sampling) == ("draft-simple", "probabilistic")
-    assert "--spec-type ngram-simple --spec-ngram-simple-size-m 5" in export(
-        with_models(PLAN, draft="lookup"), "llama.cpp"
-    )
+    lookup = export(with_models(PLAN, draft="lookup"), "llama.cpp")
+    assert "--spec-type ngram-simple --spec-ngram-simple-size-m 5" in lookup
 
 
 def test_export_for_transformers_runs(tmp_path: Path) -> None:
@@ -624,22 +593,12 @@ def test_what_cannot_be_exported(plan: Plan, engine: str, sentence: str) -> None
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`slipstream plan` and others with a tiny pair, in 80 columns, with nobody watching."""
 
-    def small(*args: Any, **kwargs: Any) -> Engine:
-        return load(tiny(FAMILIES["llama"]))
-
     def draft(name: str, context: BuildContext) -> Drafter:
         return ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1)), context.target.vocab)
 
-    monkeypatch.setattr(engine_room, "load", small)
+    monkeypatch.setattr(engine_room, "load", lambda *_, **__: load(tiny(FAMILIES["llama"])))
     monkeypatch.setattr(drafting, "drafter", draft)
-
-    def call(*arguments: str) -> Result:
-        result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None})
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return call
+    return partial(terminal_run, COLUMNS="80", NO_COLOR="1")
 
 
 @pytest.fixture
@@ -721,21 +680,16 @@ def test_errors_are_one_sentence(
 
 MEASURED: dict[str, list[str]] = {  # what only a measurement uses
     "PROMPT": ["a prompt"],
-    **{
-        name: [name, "1"]
-        for name in ("--prompts", "--target", "--draft", "--batch", "--verify", "--dtype", "--device", "--task")
-    },
+    **{name: [name, "1"] for name in ("--prompts", "--target", "--draft", "--batch", "--verify", "--device", "--task")},
     **{name: [name, "2"] for name in ("--max-new-tokens", "--sample", "--seed", "--repetitions")},
     **{f"--{name.replace('_', '-')}": [f"--{name.replace('_', '-')}", "1"] for name in SHAPES},
-    "--quantize": ["--quantize", "int8"],
+    **{name: [name, "float32"] for name in ("--dtype", "--encoder-dtype")},
+    **{name: [name, "int8"] for name in ("--quantize", "--kv-dtype")},
+    **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code", "--dequantize")},
+    **{name: [name, "file"] for name in ("--save", "--plot", "--adapter")},
     "--device-map": ["--device-map", "auto"],
-    "--encoder-dtype": ["--encoder-dtype", "float32"],
-    "--kv-dtype": ["--kv-dtype", "int8"],
-    "--adapter": ["--adapter", "folder"],
     "--activations": ["--activations", "float"],
     "--generation-config": ["--generation-config", "none"],
-    **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code", "--dequantize")},
-    **{name: [name, "file"] for name in ("--save", "--plot")},
 }
 
 
@@ -748,8 +702,6 @@ def test_what_a_mode_does_not_use_is_refused(
     PLAN.save("plan.json")
     others = {"--export": "vllm", "--gamma": "2", "--curve": "1,1", "--plan": "plan.json"}
     extra = MEASURED.get(name) or [name, others[name]]
-    if name == "--dtype":
-        extra = [name, "float32"]
     base = ["--alpha", "0.8", "--cost", "0.1"] if mode == "figures" else ["--plan", "plan.json"]
     result = command("plan", *base, *extra)
     used = {"figures": {"--gamma", "--curve"}, "plan": {"--export", "--plan"}}[mode]
@@ -786,14 +738,6 @@ def test_every_option_of_plan_belongs_to_a_mode() -> None:
     assert options == ours | set(MEASURED) - {"PROMPT"}
 
 
-def test_plot_names_its_extra(
-    command: Callable[..., Result], small: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    result = command(*small, "--plot", str(tmp_path / "p.png"))
-    assert result.exit_code == 2 and "pip install 'slipstream[plot]'" in result.stderr
-
-
 def test_plot_is_drawn(command: Callable[..., Result], small: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = command(*small, "--plot", str(tmp_path / "p.svg"))
@@ -813,22 +757,15 @@ def test_generate_takes_a_plan(command: Callable[..., Result], monkeypatch: pyte
     file, seen = tmp_path / "plan.json", list[ModelOptions]()
     PLAN.save(file)
     usual = engine_room.load
-
-    def spy(*args: Any, **kwargs: Any) -> Engine:
-        seen.append(args[0])
-        return usual(*args, **kwargs)
-
-    monkeypatch.setattr(engine_room, "load", spy)
+    monkeypatch.setattr(engine_room, "load", lambda models, **named: seen.append(models) or usual(models, **named))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"tokens": [5, 9]}')
     base = ["generate", "--prompts", str(prompts), "--max-new-tokens", "3", "--plan", str(file)]
     result = command(*base)
     assert result.exit_code == 0 and "measured at temperature 0.7; at 0" in result.stderr
     command(*base, "--gamma", "4", "--verify", "match", "--temperature", "0.7")
-    assert [(models.plan, models.gamma, models.verify) for models in seen] == [
-        (PLAN, None, None),
-        (PLAN, 4, "match"),
-    ]
+    found = [(models.plan, models.gamma, models.verify) for models in seen]
+    assert found == [(PLAN, None, None), (PLAN, 4, "match")]
     assert "cannot read the plan" in command(*base[:-1], "nowhere").stderr
 
 
