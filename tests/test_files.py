@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -157,15 +158,26 @@ def test_tensors_come_back_with_their_header(tmp_path: Path) -> None:
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_tensors_are_mapped_not_read(tmp_path: Path) -> None:
-    """What is written to the file afterwards is seen; a copy in memory would not change."""
-    save_tensors(tmp_path / "file", KIND, TENSORS, {})
-    tensors, _ = load_tensors(tmp_path / "file", KIND)
-    data = (tmp_path / "file").read_bytes()
-    with open(tmp_path / "file", "r+b") as file:
-        file.seek(data.index(TENSORS["a"].numpy().tobytes()))
-        file.write(bytes(12))
-    assert not tensors["a"].any()
+MAPPED: dict[str, Callable[[Path], Any]] = {
+    "tensors": lambda path: load_tensors(path, KIND)[0]["a"],
+    "corpus": lambda path: Corpus.load(path).text,
+    "n-gram model": lambda path: NgramModel.load(path).unigram,
+}
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_tensors_are_mapped_not_read(tmp_path: Path, kind: str) -> None:
+    """What is written to the file afterwards is seen, as it would not be in a copy; not what replaces the file."""
+    path, savers = tmp_path / "file", {**SAVERS, "tensors": lambda *_: save_tensors(path, KIND, TENSORS, {})}
+    savers[kind](tmp_path, 1)
+    seen = np.asarray(MAPPED[kind](path))
+    before, data = seen.tobytes(), path.read_bytes()
+    with open(path, "r+b") as file:
+        savers[kind](tmp_path, 2)
+        assert seen.tobytes() == before
+        file.seek(data.index(before))
+        file.write(bytes(len(before)))
+    assert not seen.any()
 
 
 OURS = {"format": "slipstream.toy", "version": "1"}
@@ -194,8 +206,8 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_tensors(path, KIND, TENSORS, {})
     data = path.read_bytes()
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
+    for damaged in (*(data[:length] for length in range(len(data))), b"no tensors", b"\xff" * 400):
+        path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"is damaged or no toy \(.*\): make it again\.$") as error:
             load_tensors(path, KIND)
         assert "\n" not in str(error.value)

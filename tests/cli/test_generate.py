@@ -34,7 +34,6 @@ from terminal import run
 
 CONTEXT = 64
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback]
 
 
 def save_tokenizer(folder: Path, template: str | None = None) -> None:
@@ -101,24 +100,13 @@ def complaints(result: Result) -> list[str]:
 # ---- output -----------------------------------------------------------------------------------------------------
 
 
-def test_text_follows_the_prompt(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
-    result = generate("def f")
-    assert result.exit_code == 0
-    assert result.stdout == f"def f{completions(pair, 'def f')[0].text}\n"
-    assert complaints(result) == []
-
-
-def test_several_prompts_have_headings(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
-    one, two = completions(pair, "a", "b")
-    result = generate("a", "b")
-    assert result.stdout == f"==> prompt 1 <==\na{one.text}\n\n==> prompt 2 <==\nb{two.text}\n"
-
-
-@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
-def test_stream_prints_the_same(generate: Callable[..., Result], prompts: list[str]) -> None:
-    whole, stream = generate(*prompts), generate(*prompts, "--stream")
-    assert stream.exit_code == 0
-    assert stream.stdout == whole.stdout
+@pytest.mark.parametrize("mode", [[], ["--stream"]])
+def test_text_follows_the_prompt(generate: Callable[..., Result], pair: tuple[str, str], mode: list[str]) -> None:
+    one, two = completions(pair, "def f", "b")
+    result = generate("def f", *mode)
+    assert (result.exit_code, result.stdout, complaints(result)) == (0, f"def f{one.text}\n", [])
+    result = generate("def f", "b", *mode)
+    assert result.stdout == f"==> prompt 1 <==\ndef f{one.text}\n\n==> prompt 2 <==\nb{two.text}\n"
 
 
 def test_json_lines(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
@@ -176,15 +164,12 @@ def test_what_ends_a_text(generate: Callable[..., Result], pair: tuple[str, str]
     assert end not in forbidden and forbidden[:first] == list(tokens[:first])
 
 
-def test_plain_drafts_nothing(generate: Callable[..., Result]) -> None:
+def test_plain_and_a_target_alone_draft_nothing(generate: Callable[..., Result], pair: tuple[str, str]) -> None:
     plain, drafted = (json.loads(generate("a", "--json", *more).stdout) for more in (["--plain"], []))
     assert plain["stats"]["drafted"] == 0 < drafted["stats"]["drafted"]
     assert plain["tokens"] == drafted["tokens"]
-
-
-def test_a_target_alone(pair: tuple[str, str]) -> None:
-    result = run("generate", "a", "--target", pair[0], "--max-new-tokens", "3", "--json")
-    assert json.loads(result.stdout)["stats"]["drafted"] == 0
+    alone = run("generate", "a", "--target", pair[0], "--max-new-tokens", "3", "--json")
+    assert json.loads(alone.stdout)["stats"]["drafted"] == 0
 
 
 @pytest.mark.parametrize(("prompts", "no_color"), [(["a"], None), (["a", "b"], None), (["a"], "1")])
@@ -325,6 +310,15 @@ def test_no_chat_template(pair: tuple[str, str]) -> None:
         (["generate", "x", "--target", "."], "cannot load the model '.'"),
         (["generate", "x", "--tree", "1000,1000,1000"], "a tree of shape (1000, 1000, 1000) is too large"),
         (["generate", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
+        *(
+            (["generate", "x", "--tree", bad], f"Invalid value for '--tree': '{bad}' is not")
+            for bad in ("", "3,x", "2;1")
+        ),
+        (["generate", "x", "--tree", "0,1"], "a tree of shape (0, 1) is not possible: give 1 or more"),
+        (
+            ["generate", "x", "--verify", "lenient:0.5", "--lossless"],
+            "verify='lenient:0.5' is lossy, and lossless=True",
+        ),
         (["check", "x", "--tree", "3,2", "--gamma", "4"], "tree and gamma=4 exclude each other"),
         (["check", "--samples", "999999999999"], "samples=999999999999 cannot be checked: use 1000000 or fewer"),
         (["generate", "x", "--device", "meta"], "device='meta' cannot be used"),
@@ -529,11 +523,6 @@ def test_a_bug_of_ours_is_not_hidden(engine: Recorder) -> None:
 # ---- the command itself -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_a_short_name(command: str) -> None:
-    assert run(command, "-h").stdout == run(command, "--help").stdout
-
-
 def test_help_groups_the_options() -> None:
     text = run("generate", "--help").stdout
     places = [text.index(f"─ {panel} ─") for panel in ("Models", "Sampling", "Output")]
@@ -553,23 +542,20 @@ def test_version_stands_in_one_place() -> None:
     assert run("--version").stdout == f"slipstream {slipstream.__version__}\n"
 
 
-def every_command() -> Iterator[tuple[list[str], Any]]:
+def every_command(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
     """The words and the command of everything that can be called, groups too."""
-
-    def below(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
-        yield words, command
-        for name, one in getattr(command, "commands", {}).items():
-            yield from below([*words, name], one)
-
-    yield from below([], typer.main.get_command(cli.app))
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from every_command([*words, name], one)
 
 
-EVERY_COMMAND = list(every_command())
+EVERY_COMMAND = list(every_command([], typer.main.get_command(cli.app)))
 
 
 @pytest.mark.parametrize(("words", "command"), EVERY_COMMAND, ids=[" ".join(words) for words, _ in EVERY_COMMAND])
 def test_help_has_examples_and_says_all_that_is_written(words: list[str], command: Any) -> None:
     shown = run(*words, "--help", COLUMNS="1000").stdout
+    assert shown == run(*words, "-h", COLUMNS="1000").stdout
     assert f"Example: slipstream {' '.join(words)}".rstrip() in shown
     for parameter in command.params:
         text = getattr(parameter, "help", None) or ""
@@ -632,9 +618,7 @@ def test_a_full_disk_behind_standard_output(arguments: list[str], buffered: str)
     ],
 )
 def test_streams_that_were_closed_before(closed: str, code: int, sentence: str) -> None:
-    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
-    command = ["sh", "-c", f'exec "{sys.executable}" -m slipstream --version {closed}']
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    done = as_process(["--version"], shell=["sh", "-c", f'exec "$@" {closed}', "sh"])
     assert (done.returncode, done.stderr) == (code, sentence)
     assert done.stdout == ("" if code else f"slipstream {slipstream.__version__}\n")
 
@@ -655,25 +639,9 @@ def test_a_reader_that_goes_away() -> None:
     """`slipstream --help | true`, as a process: no traceback, not even at exit."""
     read, write = os.pipe()
     os.close(read)
-    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])
-    command = [sys.executable, "-m", "slipstream", "--help"]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True)
+    done = as_process(["--help"], stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
-
-
-@pytest.mark.parametrize("shape", ["", "3,x", "2;1", "0,1"])
-def test_a_tree_that_is_none(generate: Callable[..., Result], shape: str) -> None:
-    result = generate("x", "--tree", shape)
-    assert result.exit_code == 2
-    assert "tree" in complaints(result)[0]
-
-
-def test_lossless_refuses_lenience(generate: Callable[..., Result]) -> None:
-    result = generate("x", "--verify", "lenient:0.5", "--lossless")
-    assert result.exit_code == 2
-    assert "refuses" in complaints(result)[0]
 
 
 def test_answers_have_the_form_that_was_asked_for(tmp_path: Path) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slipstream
+from benchmarks import controllers as bench
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Rng
 from slipstream.core.protocols import Controller, Drafter
@@ -36,21 +33,6 @@ from toys.drafts import Altered
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, plain_law, scorer
 from toys.texts import request, row
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "controllers.py"
-
-
-def load_script() -> ModuleType:
-    """benchmarks/controllers.py, whose replay of traces the tests use too."""
-    spec = importlib.util.spec_from_file_location("controllers_benchmark", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_script()
 
 
 @dataclass(frozen=True)
@@ -167,12 +149,13 @@ def test_a_plan_cannot_be_changed() -> None:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """`Adaptive` in the middle of its work, on a clock that the emitted tokens drive: the worst that time can do."""
+class Clocked:
+    """`Adaptive` on a clock that the rounds drive."""
 
     inner: Adaptive
-    state: Learned
-    chosen: set[tuple[tuple[int, ...], int]]
+    clock: Callable[[Round], dict[str, float]]
+    state: Learned = field(default_factory=Learned)
+    chosen: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
     most: int = 2
 
     def init(self) -> Learned:
@@ -184,8 +167,12 @@ class Prepared:
         return found
 
     def update(self, state: Learned, round: Round) -> Learned:
-        slow = 1.0 + sum(round.tokens[0])
-        return self.inner.update(state, replace(round, seconds={"draft": 0.3 * len(round.tokens[0]), "target": slow}))
+        return self.inner.update(state, replace(round, seconds=self.clock(round)))
+
+
+def by_tokens(round: Round) -> dict[str, float]:
+    """The worst that time can do: it depends on what was emitted."""
+    return {"draft": 0.3 * len(round.tokens[0]), "target": 1.0 + sum(round.tokens[0])}
 
 
 def on_the_edge() -> Learned:
@@ -203,7 +190,7 @@ def on_the_edge() -> Learned:
 @pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_law_is_exact_when_gamma_adapts(pair: str, rule: Rule) -> None:
-    chooser = Prepared(Adaptive(2), on_the_edge(), set())
+    chooser = Clocked(Adaptive(2), by_tokens, on_the_edge())
     assert total_variation(law(pair, rule, chooser=chooser), plain_law(PAIRS[pair][0], (0, 2), 3)) < EXACT
     later = {gamma for text, gamma in chooser.chosen if len(text) == 3}
     if pair == "generic":
@@ -219,7 +206,7 @@ def test_the_law_is_exact_where_one_row_of_a_batch_drafts_now_and_then(rule: Rul
     pair = {(part, RoundKind(2, kind.sampled)): levels for (part, kind), levels in known.times.items()}
 
     def run(rng: Rng) -> tuple[int, ...]:
-        chooser = Prepared(Adaptive(2), replace(known, times={**known.times, **pair}, stands={}), set())
+        chooser = Clocked(Adaptive(2), by_tokens, replace(known, times={**known.times, **pair}, stands={}))
         decoder = Decoder(scorer(target), ModelDrafter(scorer(small)), rule.verify, chooser, batch_size=2, rng=rng)
         greedy = request([1], 4, key=1, gamma=0, eos=frozenset({0, 1, 2}))
         first, _ = generate(decoder, [request((0, 2), 3, key=2), greedy])
@@ -282,25 +269,9 @@ def test_within_5_percent_of_the_best_fixed_gamma_where_drafting_pays(alpha: flo
     assert plain > 1.2
 
 
-@dataclass(frozen=True)
-class Misled:
-    """`Adaptive` on a clock that takes each drafted token for a plain step."""
-
-    inner: Adaptive
-    most: int = 8
-
-    def init(self) -> Learned:
-        return self.inner.init()
-
-    def gammas(self, state: Learned, rows: Sequence[Row]) -> list[int]:
-        return self.inner.gammas(state, rows)
-
-    def update(self, state: Learned, round: Round) -> Learned:
-        return self.inner.update(state, replace(round, seconds={"draft": 1.0 * max(round.gammas), "target": 1.0}))
-
-
 def test_control_with_wrong_costs_the_best_gamma_is_missed() -> None:
-    assert against_fixed(Misled(Adaptive()), texts([0.7], 1), machine(0.05), 1)[1] < 0.95
+    misled = Clocked(Adaptive(), lambda round: {"draft": 1.0 * max(round.gammas), "target": 1.0}, most=8)
+    assert against_fixed(misled, texts([0.7], 1), machine(0.05), 1)[1] < 0.95
 
 
 @pytest.mark.parametrize("rows", [1, 4])

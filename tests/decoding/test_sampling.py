@@ -7,7 +7,7 @@ with other seeds would fail one of them with the odds stated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -88,21 +88,6 @@ def transformers_chain(model: PreTrainedModel, settings: Sampling, prompt_length
     return model._get_logits_processor(config, input_ids_seq_length=prompt_length, logits_processor=own, device="cpu")
 
 
-def assert_same_law(
-    law: Law, chain_of: Callable[[Row], Any], logits: Tensor, rows: Sequence[Row], drafted: Tensor
-) -> None:
-    """Compare with the oracle's chain, row by row and position by position, each with its real prefix."""
-    first = drafted.shape[1] - logits.shape[1] + 1
-    for r, text in enumerate(rows):
-        for j in range(logits.shape[1]):
-            prefix = torch.tensor([[*text.tokens, *drafted[r, : first + j].tolist()]])
-            scores = chain_of(text)(prefix, logits[r, j][None].float())[0]
-            if law.tokens is not None:
-                assert int(law.tokens[r, j]) == int(scores.argmax())
-            else:
-                torch.testing.assert_close(law.dense[r, j], scores.softmax(-1), rtol=0, atol=1e-6)
-
-
 def after_seven(input_ids: Tensor, scores: Tensor) -> Tensor:
     """A processor of the user's own that looks at the prefix, and works in place as some do."""
     assert input_ids.shape[0] == scores.shape[0] == 1
@@ -111,63 +96,61 @@ def after_seven(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def settings_strategy() -> st.SearchStrategy[Sampling]:
-    words = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2), max_size=3)
-    own = st.sampled_from(
+SETTINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 1, 4, 50]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.4]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.8, 0.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5).filter(bool), max_size=2),
+    bad_words=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2), max_size=3),
+    min_new_tokens=st.integers(0, 6),
+    no_repeat_ngram_size=st.sampled_from([0, 0, 1, 2, 3]),
+    eos=st.just(frozenset(EOS)),
+    processors=st.sampled_from(
         [
             (),
             (after_seven,),
             LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]),
             LogitsProcessorList([after_seven, SuppressTokensLogitsProcessor([1, 4])]),
         ]
-    )
-    return st.builds(
-        Sampling,
-        temperature=st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.5]),
-        top_k=st.sampled_from([0, 0, 1, 4, 50]),
-        top_p=st.sampled_from([1.0, 1.0, 0.9, 0.4]),
-        min_p=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
-        typical_p=st.sampled_from([1.0, 1.0, 0.8, 0.2]),
-        repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
-        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5).filter(bool), max_size=2),
-        bad_words=words,
-        min_new_tokens=st.integers(0, 6),
-        no_repeat_ngram_size=st.sampled_from([0, 0, 1, 2, 3]),
-        eos=st.just(frozenset(EOS)),
-        processors=own,
-    )
+    ),
+).filter(lambda one: not one.no_repeat_ngram_size or "NoRepeat" not in str(one.processors))
+# where a processor of that class is given, transformers leaves out the one of the setting; here both hold
 
 
-@given(settings_strategy(), st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans())
+@given(SETTINGS, st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans())
 def test_laws_are_those_of_transformers(
     model: PreTrainedModel, settings: Sampling, seed: int, rows: int, gamma: int, drafting: bool, ties: bool
 ) -> None:
-    """As the target calls it (gamma + 1 positions) and as the drafter does (the last one)."""
+    """As the target calls it (gamma + 1 positions) and as the drafter does (the last one): row by row and position by
+    position, each with its real prefix; and processors that work in place do not reach the logits."""
     texts, drafted = texts_like(seed, rows, gamma)
     logits = logits_like(seed, rows, 1 if drafting else gamma + 1, ties=ties)
     before = logits.clone()
     law = settings.law(logits, texts, Prefixes.chain(drafted, logits.shape[1]), "toy")
     assert law.point == settings.greedy
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
+    first = gamma - logits.shape[1] + 1
+    for r, text in enumerate(texts):
+        for j in range(logits.shape[1]):
+            chain = transformers_chain(model, settings, len(text.request.prompt))
+            prefix = torch.tensor([[*text.tokens, *drafted[r, : first + j].tolist()]])
+            scores = chain(prefix, before[r, j][None].float())[0]
+            if law.tokens is not None:
+                assert int(law.tokens[r, j]) == int(scores.argmax())
+            else:
+                torch.testing.assert_close(law.dense[r, j], scores.softmax(-1), rtol=0, atol=1e-6)
 
-    def chain_of(text: Row) -> LogitsProcessorList:
-        return transformers_chain(model, settings, len(text.request.prompt))
 
-    assert_same_law(law, chain_of, before, texts, drafted)
+MANY: dict[str, Any] = {"temperature": 0.7, "top_k": 8, "top_p": 0.9, "repetition_penalty": 1.4, "min_new_tokens": 5}
 
 
 def test_laws_are_those_that_generate_samples_from(model: PreTrainedModel) -> None:
     """The scores of a real `generate` call against the law at each step of the text it produced."""
-    settings = Sampling(
-        temperature=0.7,
-        top_k=20,
-        top_p=0.9,
-        repetition_penalty=1.4,
-        min_new_tokens=5,
-        logit_bias={4: 2.0},
-        bad_words=[[8], [4, 4]],
-        eos=frozenset(range(50)),
-    )
+    settings = Sampling(**MANY, logit_bias={4: 2.0}, bad_words=[[8], [4, 4]], eos=frozenset(range(50)))
     prompt = [5, 17, 33]
     torch.manual_seed(1)
     out = model.generate(
@@ -177,11 +160,7 @@ def test_laws_are_those_that_generate_samples_from(model: PreTrainedModel) -> No
         max_new_tokens=10,
         eos_token_id=list(range(50)),
         pad_token_id=0,
-        temperature=0.7,
-        top_k=20,
-        top_p=0.9,
-        repetition_penalty=1.4,
-        min_new_tokens=5,
+        **MANY,
         sequence_bias=[[[4], 2.0]],
         bad_words_ids=[[8], [4, 4]],
         output_scores=True,
@@ -194,14 +173,6 @@ def test_laws_are_those_that_generate_samples_from(model: PreTrainedModel) -> No
         logits = model(torch.tensor([prefix])).logits[:, -1:].detach()
         law = settings.law(logits, [row(prefix, len(prompt))], NOTHING, "toy")
         torch.testing.assert_close(law.dense[0, 0], scores[0].softmax(-1), rtol=0, atol=1e-5)
-
-
-def test_processors_that_work_in_place_do_not_reach_the_logits() -> None:
-    logits = torch.ones(1, 2, VOCAB)
-    texts = Prefixes.chain(torch.tensor([[9]]), 2)
-    law = Sampling(temperature=1.0, processors=[after_seven]).law(logits, [row([8])], texts, "toy")
-    assert float(law.dense[0, 0, 0]) < float(law.dense[0, 0, 1])
-    torch.testing.assert_close(logits, torch.ones(1, 2, VOCAB))
 
 
 def test_a_chain_is_not_shared_between_prompts_of_different_length() -> None:
@@ -466,17 +437,8 @@ def test_request_keys_tell_prompts_and_copies_apart() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_laws_and_draws_are_the_same_on_a_gpu() -> None:
-    settings = Sampling(
-        temperature=0.9,
-        top_k=8,
-        top_p=0.95,
-        repetition_penalty=1.2,
-        presence_penalty=0.5,
-        logit_bias={2: 1.0},
-        bad_words=[[4], [1, 6]],
-        min_new_tokens=6,
-        eos=frozenset(EOS),
-    )
+    more = {"presence_penalty": 0.5, "logit_bias": {2: 1.0}, "bad_words": [[4], [1, 6]], "eos": frozenset(EOS)}
+    settings = Sampling(**MANY, **more)
     rows, drafted = texts_like(1, 3, 2)
     logits = logits_like(1, 3, 3)
     here, there = (settings.law(logits.to(x), rows, Prefixes.chain(drafted.to(x), 3), "toy") for x in ("cpu", "cuda"))

@@ -148,34 +148,9 @@ def test_a_file_gives_the_same_matches(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_a_loaded_corpus_is_mapped_not_read(tmp_path: Path) -> None:
-    """What is written to the file afterwards is seen; a copy in memory would not change."""
-    Corpus.build([[1, 2, 3]], VOCAB).save(tmp_path / "c")
-    loaded = Corpus.load(tmp_path / "c")
-    before = loaded.text.copy()
-    data = (tmp_path / "c").read_bytes()
-    with open(tmp_path / "c", "r+b") as file:
-        file.seek(data.index(before.tobytes()))
-        file.write(bytes(before.size))
-    assert not (loaded.text == before).all()
-
-
-def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    Corpus.build([[1, 2, 3]], VOCAB).save(tmp_path / "c")
-    whole = (tmp_path / "c").read_bytes()
-    for cut in (0, 7, 40, len(whole) - 1):
-        (tmp_path / "d").write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=r"damaged.*build it again\.$"):
-            Corpus.load(tmp_path / "d")
-    for old, new, words in (
-        (b'"version":"2"', b'"version":"9"', "version 9"),
-        (b"slipstream.corpus", b"slipstream.carpus", "carpus"),
-        (b'"vocab":"5"', b'"vocab":"x"', "its checksum does not fit"),
-        (b'"documents"', b'"dokuments"', "its checksum does not fit"),
-    ):
-        assert old in whole
-        (tmp_path / "d").write_bytes(whole.replace(old, new))
-        with pytest.raises(ValueError, match=words):
-            Corpus.load(tmp_path / "d")
+def test_what_is_no_corpus_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(b"no corpus")
+    with pytest.raises(ValueError, match=r"damaged.*build it again\.$"):
+        Corpus.load(tmp_path / "c")
     with pytest.raises(FileNotFoundError, match="draft build"):
         Corpus.load(tmp_path / "absent")

@@ -83,23 +83,13 @@ def both(model: PreTrainedModel, speculate: CustomGenerate, **kwargs: Any) -> tu
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_one_row(family: str, gamma: int) -> None:
-    speculate = hook(gamma, family)
-    expected, ours = both(pair(family)[0], speculate, inputs=torch.tensor([[5, 6, 7]]), **SETTINGS)
-    assert torch.equal(expected, ours)
-    assert ours.dtype == expected.dtype
-    stats = speculate.stats
-    assert stats.emitted == 16 and 0 < stats.accepted < stats.drafted  # right and wrong drafts were met
-    assert stats.target_calls == stats.emitted - stats.accepted
-
-
-@pytest.mark.parametrize("gamma", [1, 4, 8])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_padded_batch(family: str, gamma: int) -> None:
     model, speculate = pair(family)[0], hook(gamma, family)
     expected, ours = both(model, speculate, **padded(), **SETTINGS)
-    assert torch.equal(expected, ours)
-    assert speculate.stats.emitted == 4 * 16 and 0 < speculate.stats.accepted < speculate.stats.drafted
+    assert torch.equal(expected, ours) and ours.dtype == expected.dtype
+    stats = speculate.stats
+    assert stats.emitted == 4 * 16 and 0 < stats.accepted < stats.drafted  # right and wrong drafts were met
+    assert stats.target_calls == stats.emitted - stats.accepted
     for row, mask in zip(BATCH, BATCH != PAD, strict=True):
         alone = model.generate(row[mask][None], **SETTINGS)
         assert torch.equal(alone[0, int(mask.sum()) :], ours[int((row == BATCH).all(1).nonzero()), 5:])
@@ -185,15 +175,11 @@ def test_eos_in_the_middle_of_a_round() -> None:
     assert speculate.stats.emitted == int(counts.sum())
 
 
-def test_max_length_counts_the_padding() -> None:
-    expected, ours = both(pair()[0], hook(8), **padded(), max_length=9, do_sample=False)
-    assert torch.equal(expected, ours) and ours.shape == (4, 9)
-
-
-def test_max_time_ends_at_once() -> None:
-    criteria = StoppingCriteriaList([MaxTimeCriteria(max_time=-1.0)])
-    expected, ours = both(pair()[0], hook(), **padded(), **SETTINGS, stopping_criteria=criteria)
-    assert torch.equal(expected, ours) and ours.shape == (4, 6)
+def test_lengths_and_times_end_all_rows() -> None:
+    time = StoppingCriteriaList([MaxTimeCriteria(max_time=-1.0)])
+    for settings, length in (({"max_length": 9, "do_sample": False}, 9), ({**SETTINGS, "stopping_criteria": time}, 6)):
+        expected, ours = both(pair()[0], hook(8), **padded(), **settings)
+        assert torch.equal(expected, ours) and ours.shape == (4, length)
 
 
 @cache
@@ -412,6 +398,8 @@ def test_scores_and_logits(settings: dict[str, Any]) -> None:
         for one, other in zip(expected[name], ours[name], strict=True):
             torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
     assert bool((ours.scores[5] != ours.logits[5]).any()) == bool(settings)
+    bare = pair()[0].generate(**padded(), **SETTINGS, return_dict_in_generate=True, custom_generate=hook())
+    assert bare.sequences.shape == (4, 21) and bare.scores is bare.logits is None
     transition = pair()[0].compute_transition_scores(ours.sequences, ours.scores)  # not inference tensors
     assert transition.shape == (4, 16)
 
@@ -425,12 +413,6 @@ def test_scores_of_rows_that_have_ended() -> None:
     assert ours.sequences[0, 8:].eq(PAD).all() and ours.sequences.shape[1] > 8
     torch.testing.assert_close(ours.scores[2][0], expected.scores[2][0], atol=2e-5, rtol=1e-4)
     assert ours.scores[3][0].softmax(-1)[PAD] == 1
-
-
-def test_record_without_scores() -> None:
-    ours = pair()[0].generate(**padded(), **SETTINGS, return_dict_in_generate=True, custom_generate=hook())
-    assert ours.sequences.shape == (4, 21)
-    assert ours.scores is None and ours.logits is None
 
 
 # ---- sampling ---------------------------------------------------------------------------------------------------
@@ -592,6 +574,15 @@ def own_cache() -> Cache:
     return Cache(layers=[Own(), Own()])
 
 
+class Ends(StoppingCriteria):
+    """Says that texts end, but not what pads those that have."""
+
+    eos_token_id = 5
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] == 5
+
+
 REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "groups": ("ask for group_beam_search", lambda: {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}),
     "beams and embeddings": (
@@ -616,6 +607,8 @@ REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "positions": ("position_ids must count", lambda: {"position_ids": torch.tensor([[0, 1, 2, 3, 9]])}),
     "holes": ("pad on the left", lambda: {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]]), "pad_token_id": 0}),
     "nothing": ("prompt 0 is empty", lambda: {"attention_mask": torch.tensor([[0, 0, 0, 0, 0]]), "pad_token_id": 0}),
+    "padding": ("pad_token_id is not set", lambda: {"inputs": BATCH[2:, :2], "stopping_criteria": [Ends()]}),
+    "stream of a batch": ("a streamer needs a single row", lambda: {"inputs": BATCH[1:3], "streamer": Puts()}),
     "guidance": ("ClassifierFreeGuidance", lambda: {"guidance_scale": 1.5}),
     "watermark": (
         "SynthIDText",
@@ -641,29 +634,11 @@ def test_token_types_are_refused() -> None:
         )
 
 
-def test_streamer_of_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="a streamer needs a single row"):
-        pair()[0].generate(**padded(), **SETTINGS, streamer=Puts(), custom_generate=hook())
-
-
 def test_encoder_decoders_are_refused() -> None:
     sizes = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
     with pytest.raises(ValueError, match="this one is an encoder-decoder"):
         model.generate(torch.tensor([[4, 5]]), max_new_tokens=3, custom_generate=hook())
-
-
-def test_padding_without_a_pad_token_is_refused() -> None:
-    class Ends(StoppingCriteria):
-        eos_token_id = 5
-
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-            return input_ids[:, -1] == 5
-
-    with pytest.raises(ValueError, match="pad_token_id is not set"):
-        pair()[0].generate(
-            torch.tensor([[5, 6], [7, 8]]), **SETTINGS, stopping_criteria=[Ends()], custom_generate=hook()
-        )
 
 
 @pytest.fixture(autouse=True)
