@@ -202,10 +202,12 @@ WAITS = {
     "prompt": [{"tokens": 4000, "alone": 0.05, "beside": 0.2, "long": 4.0}],
     "overhead": [{"ratio": 1.04, "runs": [{"ratio": 1.04}]}],
 }
+ATTENTION = {"heads": "9/3 x 64", "format": "float32", "threads": 1, "slots": 4096, "tokens": 6}
+ATTENTION |= {"seconds": 0.001, "bytes": 5e6, "bandwidth": 1e10}
 CONTEXTS = {
     "prefill": [{"tokens": 4096, "ours": 3.0, "transformers": 4.0}],
     "rounds": [{"context": 128, "plain": 5.0, "round": 10.0, "ratio": 2.0}],
-    "attention": {"bandwidth": 1e10, "rows": [{"slots": 4096, "tokens": 6, "seconds": 0.001, "bytes": 5e6}]},
+    "attention": {"rows": [ATTENTION]},
 }
 
 
@@ -231,7 +233,7 @@ CONTEXTS = {
         ("waits", WAITS, "| one stream, server / library | 1.040 | by repetition 1.04 |"),
         ("waits", WAITS, "| 0.050 | 0.050 / 1.000 s; the same text as without the cache |"),
         ("contexts", CONTEXTS, "| 4096 | 3.00 | 4.00 | 0.75 |"),
-        ("contexts", CONTEXTS, "| 4096 | 6 | 1000 | 5.0 | 0.50 |"),
+        ("contexts", CONTEXTS, "| 9/3 x 64 | float32 | 1 | 4096 | 6 | 5.0 | 10.0 | 0.50 |"),
         ("race", RACED, "m: 3 of 4 drafted texts of ours are those of plain decoding."),
         ("race-bars", RACED, "| plain / the others' best plain | m, 1 text, T = 0 | >= 1 | 2.50 | yes |"),
         ("race-bars", RACED, "| lookup, gamma auto / plain | m, 1 text, T = 0 | >= 0.98 | 0.80 | no |"),

@@ -117,8 +117,7 @@ SETTINGS = st.builds(
             LogitsProcessorList([after_seven, SuppressTokensLogitsProcessor([1, 4])]),
         ]
     ),
-).filter(lambda one: not one.no_repeat_ngram_size or "NoRepeat" not in str(one.processors))
-# where a processor of that class is given, transformers leaves out the one of the setting; here both hold
+)
 
 
 @given(SETTINGS, st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans())

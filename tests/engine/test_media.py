@@ -47,7 +47,7 @@ def test_pictures_as_users_pass_them(kind: str, tmp_path: Path) -> None:
     if kind == "smolvlm":
         pytest.importorskip("num2words", reason="its processor asks for it")
     engine, mark = slipstream.load(save_vision(kind, tmp_path), "lookup", gamma=4), SAVED[kind].mark
-    assert engine.notes == ()
+    assert all("without a program" in note for note in engine.notes)
     text, pair = f"user: {mark}{QUESTION}\nassistant: ", f"user: {mark} or {mark}, which of the two?\nassistant: "
     chat = [
         {

@@ -162,9 +162,11 @@ class Sampling(SamplingFields):
     def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
         """Return the processors, in order, for a row whose prompt has `prompt_length` tokens."""
         if (prompt_length, device) not in self._chains:
-            warpers = () if self.greedy else self._warpers()
-            chain = (*self._penalties(prompt_length, device), *self.processors, *warpers)
-            self._chains[prompt_length, device] = chain
+            # As in transformers, a user's processor comes in place of one of its kind that the settings ask for.
+            kinds = {type(processor): processor for processor in reversed(self.processors)}
+            chain = [kinds.get(type(each), each) for each in self._penalties(prompt_length, device)]
+            chain += [each for each in self.processors if each not in chain]
+            self._chains[prompt_length, device] = (*chain, *(() if self.greedy else self._warpers()))
         return self._chains[prompt_length, device]
 
     def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:

@@ -26,7 +26,7 @@ from slipstream.kernels.laws import greatest
 
 FED = 2  # the most tokens that a draft's cache lacks when a round begins
 
-TRIED = ((2, 3, 17, 7), (3, 5, 19, 11))  # sizes to record with, as in `recording`: caches hold the tokens of a step
+TRIED = ((2, 3, 17, 7, 11), (3, 7, 31, 13, 37))  # to record with, as in `recording`: caches hold the tokens of a step
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
 """The inputs of a graph: the tokens fed (rows, fed), padding first; the states before them (rows, fed, ...) for a

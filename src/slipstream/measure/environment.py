@@ -70,7 +70,7 @@ def _model(scorer: Scorer) -> dict[str, Any]:
     encoder = {"encoder_dtype": str(own)} if model and (own := encoder_dtype(model)) else {}
     weights = {"weights": str(precision)} if model and (precision := precision_of(model)) else {}
     cache = {"kv_dtype": held} if (held := getattr(scorer, "kv_dtype", None)) else {}
-    return {"name": scorer.name, "vocab": scorer.vocab, **facts, **encoder, **weights, **cache}
+    return {"name": without_folder(scorer.name), "vocab": scorer.vocab, **facts, **encoder, **weights, **cache}
 
 
 def parameters(model: Any) -> int:
