@@ -81,13 +81,13 @@ class Transcriber:
         So the memory it takes does not grow with the sound. `on_window` is told how many windows are done, and of how
         many.
         """
-        with self.opened(sound) as heard:
-            done, windows, told = list[Completion](), self.windows(heard), itertools.count()
-            tell = (lambda *_: on_window(next(told), self.count(heard))) if on_window else (lambda *_: None)
-            tell()
+        with self.opened(sound) as opened:
+            done, windows, finished = list[Completion](), self.windows(opened), itertools.count()
+            report = (lambda *_: on_window(next(finished), self.count(opened))) if on_window else (lambda *_: None)
+            report()
             while some := list(islice(windows, WINDOWS * rows)):
-                done += generate(some, on_completion=tell)
-        return self.transcript(done, heard.seconds, timestamps)
+                done += generate(some, on_completion=report)
+        return self.transcript(done, opened.seconds, timestamps)
 
     def transcript(self, done: Sequence[Completion], duration: float, timestamps: bool) -> Transcript:
         """Join the texts of the windows into a transcript. Raises ValueError if one of them failed."""

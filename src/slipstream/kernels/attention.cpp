@@ -526,10 +526,10 @@ class Tile {
       const bool straight = sight->straight_until(first + SPAN);
       Part part{straight ? nullptr : sight, first, std::max(first, sight->begin), std::min(first + SPAN, sight->end), {}, {}};
       for (int other = q; other < count_; ++other) {
-        const Sight* theirs = seen_[other];
-        const int64_t begin = std::max(first, theirs->begin), end = std::min(first + SPAN, theirs->end);
-        const bool near = theirs->straight_until(first + SPAN) && begin <= part.end && part.begin <= end;
-        if (done[other] || (theirs != sight && !(straight && near))) continue;
+        const Sight* joining = seen_[other];
+        const int64_t begin = std::max(first, joining->begin), end = std::min(first + SPAN, joining->end);
+        const bool near = joining->straight_until(first + SPAN) && begin <= part.end && part.begin <= end;
+        if (done[other] || (joining != sight && !(straight && near))) continue;
         done[other] = true;
         part.begins[other] = static_cast<int32_t>(begin);
         part.ends[other] = static_cast<int32_t>(end);
@@ -702,12 +702,12 @@ void attend_all(const Attention<Type>& work) {
       const bool sees = tile.sees(piece * PIECE, (piece + 1) * PIECE);
       if (sees || pieces == 1) tile.read(piece * PIECE, (piece + 1) * PIECE);
       if (pieces > 1) {
-        float* mine = partial.get() + number * pieces * saved;
-        if (sees) tile.sums.save(mine + piece * saved);
+        float* of_tile = partial.get() + number * pieces * saved;
+        if (sees) tile.sums.save(of_tile + piece * saved);
         if (left[number].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
         tile.sums.clear();
         for (int64_t each = 0; each < pieces; ++each)
-          if (tile.sees(each * PIECE, (each + 1) * PIECE)) tile.sums.add(mine + each * saved, tile.queries());
+          if (tile.sees(each * PIECE, (each + 1) * PIECE)) tile.sums.add(of_tile + each * saved, tile.queries());
       }
       tile.write();
     }

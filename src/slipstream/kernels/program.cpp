@@ -440,8 +440,8 @@ void at_indices(const Array& array, const Array& other, const Array& indices, in
       int64_t index = numbers[places[2] + i * last(2)];
       index += index < 0 ? size : 0;
       STD_TORCH_CHECK(index >= 0 && index < size, "slipstream::program: index ", index, " of ", size);
-      char *mine = array.at(places[0] + i * last(0)), *theirs = other.at(places[1] + i * last(1) + index * along);
-      std::memcpy(TO ? theirs : mine, TO ? mine : theirs, bytes * (together ? count : 1));
+      char *item = array.at(places[0] + i * last(0)), *indexed = other.at(places[1] + i * last(1) + index * along);
+      std::memcpy(TO ? indexed : item, TO ? item : indexed, bytes * (together ? count : 1));
     }
   });
 }
