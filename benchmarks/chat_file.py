@@ -1,6 +1,6 @@
 """Races a chat model with each draft against itself without one, by kind of prompt, and against llama.cpp on its file.
 
-python benchmarks/chat_file.py MODEL PROMPTS.jsonl [--draft smollm2 ...] [--each 3] [--llama PYTHON] [--json FILE]
+python benchmarks/chat_file.py MODEL PROMPTS.jsonl [--draft lookup ...] [--each 3] [--llama PYTHON] [--json FILE]
 
 MODEL is smollm2, a .gguf file, a folder or a name. Prompts, `prompt` or the first of `turns`, are asked as chats, as
 token ids, one text at a time; end tokens are ignored. There are --each of every kind, `category`.
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--llama", help="a Python with llama-cpp-python, for .gguf files")
-    parser.add_argument("--draft", nargs="*", default=["lookup", "smollm2"])
+    parser.add_argument("--draft", nargs="*", default=["lookup"])
     parser.add_argument("--temperature", nargs="*", type=float, default=[0.0, 1.0])
     parser.add_argument("--each", type=int, default=3)
     parser.add_argument("--new", type=int, default=64)

@@ -1,4 +1,4 @@
-"""Train the EAGLE-3 draft of SmolLM2-135M-Instruct that ships with the package: 3.9 M parameters, for chats.
+"""Train an EAGLE-3 draft of 3.9 M parameters for SmolLM2-135M-Instruct, for chats.
 
     python recipes/chat_draft.py --out build/smollm2
 

@@ -255,11 +255,6 @@ def eagle3(context: BuildContext, source: str) -> Drafter:
     return drafter
 
 
-@kind("smollm2", "the EAGLE-3 draft of SmolLM2-135M-Instruct that ships with the package")
-def smollm2(context: BuildContext, value: str) -> Drafter:
-    return eagle3(context, str(EMBEDDED / "smollm2"))
-
-
 @kind("dflash:NAME", "a DFlash draft of the target: a block of tokens in one call")
 def dflash(context: BuildContext, source: str) -> Drafter:
     target = _own(context)
