@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 import slipstream
 from processes import Command
@@ -111,6 +112,30 @@ def test_our_own_lines_need_nothing_of_the_server(tmp_path: Path, monkeypatch: p
     found, want = answers(tmp_path / "own"), answers(tmp_path / "whole")
     assert found[:6] == want[:6] and "top_p" in found[6]["error"] and "top_p" in want[6]["error"]
     assert not (tmp_path / "own.partial").exists()
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_the_models_own_settings_come_before_the_defaults_of_lines(
+    server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without the server's libraries; what a line or an option says comes before them."""
+    for name in [] if server else SERVER:
+        monkeypatch.setitem(sys.modules, name, None)
+    GenerationConfig(do_sample=True, temperature=0.9, max_new_tokens=5).save_pretrained(tmp_path)
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "x ="}, {"prompt": "x =", "max_tokens": 3}, {"prompt": "x =", "temperature": 0}]
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+
+    def found(*more: str) -> list[dict[str, Any]]:
+        assert run("batch", str(file), "--out", str(tmp_path / "out"), "--force", *more).exit_code == 0
+        return answers(tmp_path / "out")
+
+    own, none = found("--generation-config", str(tmp_path)), found("--generation-config", "none")
+    assert [each["completion_tokens"] for each in own] == [5, 3, 5]
+    assert [each["completion_tokens"] for each in none] == [128, 3, 128]
+    assert own[2]["text"] == none[2]["text"][: len(own[2]["text"])] != own[0]["text"], "greedy, and sampled"
+    said = found("--generation-config", str(tmp_path), "--temperature", "0", "--max-new-tokens", "4")
+    assert [each["completion_tokens"] for each in said] == [4, 3, 4] and said[0]["text"] == said[2]["text"]
 
 
 @pytest.mark.parametrize(

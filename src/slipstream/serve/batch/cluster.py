@@ -64,7 +64,8 @@ def _answers(recipe: Recipe, lines: Sequence[BatchLine], actors: int | None) -> 
         max_concurrent_calls_per_actor=tasks,
         enable_true_multi_threading=True,
     )
-    rows = [{"index": line.index, "path": line.path, "body": json_text(dict(line.body))} for line in lines]
+    requests = ({"path": line.path, "body": dict(line.body), "fallback": dict(line.fallback)} for line in lines)
+    rows = [{"index": line.index, "request": json_text(each)} for line, each in zip(lines, requests, strict=True)]
     blocks = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // BLOCK))
     answered = blocks.map_batches(
         BatchActor,
@@ -94,7 +95,8 @@ class BatchActor:
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
         async def answers() -> list[ServerReply]:
-            return await asyncio.gather(*map(self._ask, rows["path"].tolist(), rows["body"].tolist()))
+            lines = [BatchLine(0, **json.loads(text)) for text in rows["request"].tolist()]
+            return await asyncio.gather(*map(self._ask, lines))
 
         return {"index": rows["index"], "answer": [json_text(asdict(each)) for each in self._wait(answers())]}
 

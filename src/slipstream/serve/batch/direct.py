@@ -68,7 +68,8 @@ def beyond(line: BatchLine) -> str:
 
 def _begin(line: BatchLine, engine: Engine, scheduler: Scheduler, lossless: bool) -> list[Generation]:
     """Queue the texts of a line. Raises ValueError or TypeError for one that cannot be answered."""
-    options: dict[str, Any] = {OPTIONS[name]: value for name, value in line.body.items() if name in OPTIONS}
+    body = line.body_for(engine)
+    options: dict[str, Any] = {OPTIONS[name]: value for name, value in body.items() if name in OPTIONS}
     if biases := options.get("logit_bias"):  # as servers write it: -100 forbids a token
         options["logit_bias"] = {int(token): float("-inf") if bias == -100 else bias for token, bias in biases.items()}
     if options.get("top_k") == -1:  # off, as in vLLM

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.options import REQUEST_FIELDS
+from slipstream.engine.engine import Engine
 from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat, ServerReply
 from slipstream.text.jsontext import json_text, read_json
 from slipstream.text.prompts import prompt_in, read_unpacked
@@ -25,6 +27,7 @@ class BatchLine:
     """A request of a batch: the `body` for the endpoint at `path`; or, in `error`, why it cannot be sent.
 
     `index` counts from 0; `id` is the user's own name for it, None without one. `form` is the format of the answer.
+    `fallback` has the fields for which the generation config of the model, if it sets them, comes first.
     """
 
     index: int
@@ -33,6 +36,12 @@ class BatchLine:
     body: Mapping[str, Any] = field(default_factory=dict)
     form: AnswerFormat = PLAIN
     error: str = ""
+    fallback: Mapping[str, Any] = field(default_factory=dict)
+
+    def body_for(self, engine: Engine) -> dict[str, Any]:
+        """Return the body of the request to an engine's model."""
+        own = {REQUEST_FIELDS.get(name): value for name, value in engine.defaults.settings.items()}
+        return {**{name: own.get(name, value) for name, value in self.fallback.items()}, **self.body}
 
     @property
     def name(self) -> str:
@@ -54,7 +63,7 @@ class LineDefaults:
     """The request fields for lines that do not set them.
 
     `body` is for all lines, `plain` for those in our own format, whose lengths and temperatures have other defaults
-    than OpenAI's. The seeds of sampled lines are derived from `seed`.
+    than OpenAI's, where the model has none. The seeds of sampled lines are derived from `seed`.
     """
 
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -68,13 +77,15 @@ class LineDefaults:
         """
         if line.error:
             return line
-        body = {**(self.plain if line.form is PLAIN else {}), **self.body, **line.body}
+        body = {**self.body, **line.body}
+        fallback = {name: value for name, value in self.plain.items() if line.form is PLAIN and name not in body}
         if "max_completion_tokens" in line.body and "max_tokens" not in line.body:
             body.pop("max_tokens", None)  # two names of one field
+            fallback.pop("max_tokens", None)
         if body.get("temperature") != 0 and body.get("seed") is None and line.path != "/v1/responses":
             hashed = hashlib.sha256(f"{self.seed}/{line.name}".encode()).digest()
             body["seed"] = int.from_bytes(hashed[:8]) >> 1
-        return BatchLine(line.index, line.id, line.path, body, line.form)
+        return replace(line, body=body, fallback=fallback)
 
 
 def read_lines(path: str | Path, chat: bool = False) -> list[BatchLine]:

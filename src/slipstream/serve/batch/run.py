@@ -17,8 +17,8 @@ from slipstream.serve.recipe import Recipe
 from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
 
-Ask = Callable[[str, str], Awaitable[ServerReply]]
-"""Sends a request, its path and its body as JSON, to an application."""
+Ask = Callable[[BatchLine], Awaitable[ServerReply]]
+"""Sends the request of a line to an application."""
 
 
 @asynccontextmanager
@@ -36,9 +36,9 @@ async def asking(state: ServerState) -> AsyncIterator[Ask]:
         AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client,
     ):
 
-        async def ask(path: str, body: str) -> ServerReply:
-            headers = {"Content-Type": "application/json"}
-            response = await client.post(path, content=body.encode(), headers=headers)
+        async def ask(line: BatchLine) -> ServerReply:
+            content = json_text(line.body_for(state.engine)).encode()
+            response = await client.post(line.path, content=content, headers={"Content-Type": "application/json"})
             answer = ServerReply(response.status_code, response.json(), response.headers["X-Request-Id"])
             if answer.status == ServiceUnavailable.status:
                 task = asyncio.current_task()
@@ -75,7 +75,7 @@ async def _answer_all(state: ServerState, lines: Sequence[BatchLine], keep: Keep
 
         async def answer_some() -> None:
             for line in left:
-                keep(line, await ask(line.path, json_text(dict(line.body))))
+                keep(line, await ask(line))
 
         tasks = [asyncio.create_task(answer_some()) for _ in range(2 * state.worker.room.rows)]
         try:
