@@ -1,11 +1,12 @@
 """Measures how much a server loses beside other programs: a busy loop on each core, the idle machine, in turns.
 
-python benchmarks/neighbours.py [--compile] [--rounds 3] [--seconds 8] [--json FILE] [-- more options of the server]
+python benchmarks/neighbours.py [--compile] [--rounds 3] [--spells 3] [--json FILE] [-- more options of the server]
 
-Each turn starts `slipstream serve` with its default settings and the embedded pair, waits until it says that it is
-ready, and asks for one text after the other. The report holds medians of seconds until ready and of tokens per second,
-and both ratios: the fair share of the processor is 0.5 of the speed. `others` is the share of the machine that programs
-used that the benchmark did not start; a turn in which that was more than 0.1 of a core is repeated.
+Each turn starts `slipstream serve` with its default settings and the embedded pair, beside loops or not, and waits
+until it says that it is ready. Then it asks for texts in spells, which are beside loops by turns, so that the same
+server meets both within seconds. The report holds medians of seconds until ready and of tokens per second, and both
+ratios: the fair share of the processor is 0.5 of the speed. `others` is the share of the machine that programs used
+that the benchmark did not start; a turn in which that was more than 0.1 of a core is repeated.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 TEXT = {"prompt": "def moving_average(values, window):", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+LOOPS = {"idle": 0, "beside": os.cpu_count() or 1}
+"""The kinds of spells and starts, and how many busy loops run beside them."""
+
+TEXTS = 5  # of a spell
 MOST_OTHERS, TRIES = 0.1, 4
 
 
@@ -36,17 +41,14 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="serve graphs; they are made before anything is measured"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each kind")
-    parser.add_argument("--seconds", type=float, default=8, help="for which each server answers")
+    parser.add_argument("--rounds", type=int, default=3, help="servers that start idle, and beside loops")
+    parser.add_argument("--spells", type=int, default=3, help="of each kind that each server answers in")
     parser.add_argument("--json", type=Path, help="also write the report here")
     parser.add_argument("serve", nargs="*", help="options of `slipstream serve`")
     args = parser.parse_args()
     options = ["--compile"] * args.compile + args.serve
-    turn(options, args.seconds, 0)  # builds kernels, and graphs
-    turns: dict[str, list[dict[str, float]]] = {"idle": [], "beside": []}
-    for _ in range(args.rounds):
-        for kind, loops in (("idle", 0), ("beside", os.cpu_count() or 1)):
-            turns[kind].append(undisturbed(options, args.seconds, loops))
+    turn(options, "idle", 1)  # builds kernels, and graphs
+    turns = [undisturbed(options, start, args.spells) for _ in range(args.rounds) for start in LOOPS]
     report = {"options": options, **machine(), **summary(turns), "turns": turns}
     print(json.dumps(report, indent=1))
     if args.json:
@@ -68,38 +70,41 @@ def machine() -> dict[str, Any]:
     }
 
 
-def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return the medians, and the ratios of both kinds of turns."""
-    names = ("ready_s", "tokens_per_second")
-    medians = {
-        f"{kind}_{name}": statistics.median(each[name] for each in turns[kind]) for kind in turns for name in names
-    }
+def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the medians, and the ratios of both kinds."""
+    ready = {kind: statistics.median(each["ready_s"] for each in turns if each["start"] == kind) for kind in LOOPS}
+    speed = {kind: statistics.median(speed for each in turns for speed in each[kind]) for kind in LOOPS}
     return {
-        **medians,
-        "speed_kept": medians["beside_tokens_per_second"] / medians["idle_tokens_per_second"],
-        "start_up_longer": medians["beside_ready_s"] / medians["idle_ready_s"],
+        **{f"{kind}_ready_s": ready[kind] for kind in LOOPS},
+        **{f"{kind}_tokens_per_second": speed[kind] for kind in LOOPS},
+        "speed_kept": speed["beside"] / speed["idle"],
+        "start_up_longer": ready["beside"] / ready["idle"],
     }
 
 
-def undisturbed(options: list[str], seconds: float, loops: int) -> dict[str, float]:
+def undisturbed(options: list[str], start: str, spells: int) -> dict[str, Any]:
     """Do a turn, again while others used the machine, at most `TRIES` times."""
     for _ in range(TRIES):
-        done = turn(options, seconds, loops)
+        done = turn(options, start, spells)
         if done["others"] <= MOST_OTHERS:
             break
     return done
 
 
-def turn(options: list[str], seconds: float, loops: int) -> dict[str, float]:
-    """Start a server beside busy loops and ask it for texts -> seconds until it was ready, and its speed."""
+def turn(options: list[str], start: str, spells: int) -> dict[str, Any]:
+    """Start a server and ask it for texts -> seconds until it was ready, and the speed of every text of both kinds."""
     began, busy, ours = time.perf_counter(), machine_seconds(), our_seconds()
-    with busy_loops(loops), server(options) as url:
-        ready = time.perf_counter()
-        speeds = [ask(url)]
-        while time.perf_counter() < ready + seconds:
-            speeds.append(ask(url))
+    speeds: dict[str, list[float]] = {kind: [] for kind in LOOPS}
+    with ExitStack() as stack:
+        with busy_loops(LOOPS[start]):
+            url = stack.enter_context(server(options))
+            ready = time.perf_counter() - began
+        ask(url)
+        for kind in [*LOOPS] * spells:
+            with busy_loops(LOOPS[kind]):
+                speeds[kind] += [ask(url) for _ in range(TEXTS)]
     others = (machine_seconds() - busy - (our_seconds() - ours)) / (time.perf_counter() - began)
-    return {"ready_s": ready - began, "tokens_per_second": statistics.median(speeds), "others": others}
+    return {"start": start, "ready_s": ready, **speeds, "others": others}
 
 
 @contextmanager
