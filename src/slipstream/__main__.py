@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C or SIGTERM."""
+from slipstream.core.signals import INTERRUPTED, end_commands
 
 
 def main() -> None:
     """Run the command; a signal while its own imports run ends it in one line, like one that comes later."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_commands()
     try:
         from slipstream.cli import main as run
 

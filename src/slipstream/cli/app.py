@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,11 +15,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from slipstream.core.signals import INTERRUPTED as INTERRUPTED
+from slipstream.core.signals import end_commands
 from slipstream.files import WriteError, reason
 from slipstream.version import __version__
 
-BROKEN_PIPE, WRONG, INTERRUPTED = 1, 2, 130
-"""The exit codes for output that cannot be written or is not read any more, for wrong input, and for Ctrl-C."""
+BROKEN_PIPE, WRONG = 1, 2
+"""The exit codes for output that cannot be written or is not read any more, and for wrong input."""
 
 MOST_NAMES = 5
 """The greatest number of files that a message names; the others are only counted."""
@@ -29,13 +30,13 @@ MOST_NAMES = 5
 class Reporting:
     """A command, or a group of them, that reports errors of the user in one sentence on stderr, without a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _ended():
+            return super().make_context(*args, **kwargs)  # type: ignore[misc]
+
     def invoke(self, context: Any) -> Any:
-        """Run a command; one that does not end by itself at Ctrl-C ends here."""
-        try:
+        with _ended():
             return super().invoke(context)  # type: ignore[misc]
-        except KeyboardInterrupt:
-            say("interrupted.")
-            raise typer.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command and exit with its code."""
@@ -65,6 +66,16 @@ class Reporting:
                     raise
                 code = say("there is not enough memory: take smaller numbers, fewer prompts, or smaller models.")
         sys.exit(code)
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """End a command that does not end by itself at Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("interrupted.")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 class Commands(Reporting, TyperGroup):
@@ -152,8 +163,7 @@ app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, context_settings
 
 def main(app: typer.Typer = app, name: str = "slipstream") -> None:
     """Run the `slipstream` command, or another program of such commands."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems and containers send it
+    end_commands()
     app(prog_name=name)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from slipstream.cli.app import INTERRUPTED, app, say, tell
+from slipstream.cli.app import app, say, tell
 from slipstream.cli.console import busy, console, steps
 from slipstream.cli.options import (
     OUTPUT,
@@ -61,12 +61,9 @@ def check(context: typer.Context, prompts: Prompts = None) -> None:
     with busy(console(stderr=True), "loading"):
         engine = load(asked_models(context), progress=say)
     tell(engine.notes)
-    try:
-        with steps(console(stderr=True)) as on_step:
-            texts = [item.prompt for item in items] or PROMPTS
-            report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+    with steps(console(stderr=True)) as on_step:
+        texts = [item.prompt for item in items] or PROMPTS
+        report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
     print(json_text(report.as_dict(), ensure_ascii=False) if params["as_json"] else report.text())
     raise typer.Exit(CODES[report.verdict])
 
