@@ -30,7 +30,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def in_pages(device: torch.device) -> bool:
-    """Whether zeros on a device take memory page by page."""
     return LINUX and device.type == "cpu"
 
 

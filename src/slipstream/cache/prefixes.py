@@ -43,7 +43,6 @@ class PrefixCache:
         self._used: OrderedDict[_Block, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of stored blocks."""
         return len(self._used)
 
     def shelf(self, owner: object) -> Shelf:
@@ -53,7 +52,6 @@ class PrefixCache:
         return self._shelves[owner]
 
     def touch(self, path: Sequence[_Block]) -> None:
-        """Mark these blocks, which follow each other, as the most recently used."""
         for block in reversed(path):
             self._used.move_to_end(block)
 
@@ -104,7 +102,6 @@ class Shelf:
         return list(self._walk(text, self._roots[salt])) if salt in self._roots else []
 
     def _walk(self, text: Sequence[int], block: _Block) -> Iterator[_Block]:
-        """Yield the stored blocks that a text begins with, after the block `block`."""
         size = self._cache.block
         for start in range(0, len(text) - size + 1, size):
             following = block.following.get(tuple(text[start : start + size]))

@@ -44,15 +44,12 @@ class StateCache(Generic[State]):
     # ---- rows ----
 
     def add(self, rows: int) -> None:
-        """Append empty rows."""
         self._rows += [_Row() for _ in range(rows)]
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order; a row may be named several times."""
         self._rows += [_Row(self._rows[row].length, list(self._rows[row].states)) for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others move up and keep their order."""
         freed = set(rows)
         self._rows = [each for row, each in enumerate(self._rows) if row not in freed]
 
@@ -64,7 +61,6 @@ class StateCache(Generic[State]):
         return states[-1][0] if states else 0
 
     def state(self, row: int) -> State | None:
-        """Return the newest state of a row; None if nothing was read."""
         states = self._rows[row].states
         return states[-1][1] if states else None
 
@@ -73,7 +69,6 @@ class StateCache(Generic[State]):
         self._part, self._written = slice(first, len(self._rows) if stop is None else stop), {}
 
     def write(self, row: int, state: State) -> None:
-        """Store a row's state after the tokens of this pass."""
         self._written[row] = state
 
     def advance(self, counts: Sequence[int]) -> None:
@@ -93,8 +88,6 @@ class StateCache(Generic[State]):
     # ---- going back ----
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are. Only the
-        newest of the remaining states is kept."""
         assert len(lengths) <= len(self._rows), "one length per row, of the first rows"
         for row, length in zip(self._rows, lengths, strict=False):
             assert 0 <= length <= row.length, "rollback only shortens"

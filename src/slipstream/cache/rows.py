@@ -44,7 +44,6 @@ class RowCache:
 
     @torch.inference_mode()
     def add(self, rows: int) -> None:
-        """Append empty rows."""
         self.lengths = [*self.lengths, *[0] * rows]
         self._resize(rows=len(self.lengths))
 
@@ -60,7 +59,6 @@ class RowCache:
 
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others move up and keep their order."""
         freed = set(rows)
         kept = [row for row in range(len(self.lengths)) if row not in freed]
         start = next((i for i, row in enumerate(kept) if i != row), len(kept))
@@ -111,7 +109,6 @@ class RowCache:
         self.lengths[row], self._dirty[row] = length, max(self._dirty[row], length)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are."""
         assert len(lengths) <= len(self.lengths), "one length per row, of the first rows"
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
         self.lengths = [*lengths, *self.lengths[len(lengths) :]]
@@ -124,7 +121,6 @@ class RowCache:
 
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the entries at starts[r] + paths[r][i] to starts[r] + i, for each of the first rows."""
         for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
             if list(path) == list(range(len(path))):
                 continue
@@ -148,7 +144,6 @@ class RowCache:
 
     @property
     def _lengths(self) -> list[int]:
-        """The lengths of the rows that take part in this pass."""
         return self.lengths[self.part]
 
     @property
@@ -158,7 +153,6 @@ class RowCache:
 
     @property
     def taking_part(self) -> list[Store]:
-        """The stores of every layer, of the rows of this pass, with all their slots."""
         return self._stores_of(self.part)
 
     def _stores_of(self, rows: slice) -> list[Store]:
@@ -172,7 +166,6 @@ class RowCache:
         return self._views[1]
 
     def _store(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> Store:
-        """Return the store of these rows in a layer, which is allocated at first for such keys and values."""
         if layer not in self._layers:
             # What is no layer, keys of indexers and hidden states, stays as it is.
             format = self._format if layer < INDEXER else FloatStore
@@ -187,7 +180,6 @@ class RowCache:
 
     @property
     def past(self) -> int:
-        """The length of the longest row of this pass, before the pass."""
         return max(self._lengths, default=0)
 
     @property
@@ -237,7 +229,6 @@ class RowCache:
         return sum(bytes_taken(store, self._capacity, self._slots, self._dirty) for store in stores)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the bytes that are allocated at most for rows of these lengths."""
         rows, slots = self._shape_for(len(lengths), max(lengths, default=0))
         return sum(bytes_taken(store, rows, slots, lengths) for store in chain.from_iterable(self._layers.values()))
 
@@ -256,7 +247,6 @@ class RowCache:
 
     @torch.inference_mode()
     def _reshape(self, capacity: int, slots: int) -> None:
-        """Allocate stores of this many rows and slots, and copy the entries that fit."""
         self._capacity, self._slots, self._views = capacity, slots, None
         used = [min(dirty, slots) for dirty in self._dirty[:capacity]]
         self._dirty = used + [0] * (capacity - len(used))
@@ -268,7 +258,6 @@ class RowCache:
 
 
 def _doubled(size: int, least: int) -> int:
-    """Return a size, doubled until it is at least `least`."""
     while size < least:
         size *= 2
     return size

@@ -50,15 +50,12 @@ class Int8Store(NamedTuple):
 
     @staticmethod
     def of(keys: Tensor, values: Tensor) -> Int8Store:
-        """See `FloatStore`."""
         return Int8Store(*_int8(keys), *_int8(values))
 
     def write(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
-        """See `FloatStore`."""
         _put(self, slots, self.of(keys, values))
 
     def read(self, end: int) -> tuple[Tensor, Tensor]:
-        """See `FloatStore`."""
         parts = ((self.key_codes, self.key_scales), (self.value_codes, self.value_scales))
         keys, values = (codes[:, :, :end].to(scales.dtype).mul_(scales[:, :, :end]) for codes, scales in parts)
         return keys, values
@@ -85,7 +82,6 @@ def store_format(kv_dtype: str | None) -> type[Store]:
 
 
 def each_tensor(store: Store, function: Callable[[Tensor], Tensor]) -> Store:
-    """Return a store of the same format with `function` of each of its tensors."""
     return type(store)(*map(function, store))
 
 

@@ -83,11 +83,9 @@ class Prefix:
 
     @property
     def scored(self) -> bool:
-        """Whether the target has scored this prefix."""
         return self.best is not None or self.fault is not None
 
     def child(self, token: int) -> Prefix:
-        """Return the prefix with this token appended, created at the first call."""
         if token not in self.children:
             self.children[token] = Prefix(token, self)
         return self.children[token]

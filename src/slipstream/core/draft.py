@@ -65,7 +65,6 @@ def padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two texts."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:  # the usual case, without a loop
         return length
@@ -112,11 +111,9 @@ class Draft:
 
     @property
     def ragged(self) -> bool:
-        """Whether the drafts of some rows may be shorter than that of the longest."""
         return self.counts is not None or min(self.lengths) < self.tokens.shape[1]
 
     def counted(self, device: torch.device) -> Tensor:
-        """Return the lengths as a tensor (rows,)."""
         return torch.tensor(self.lengths, device=device) if self.counts is None else self.counts
 
     @property
@@ -143,7 +140,6 @@ class Draft:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The depth of each row's draft in tokens; for a chain its length."""
         if self.parents is None:
             return self.lengths
         lines = ancestors(self.parents)
@@ -155,7 +151,6 @@ class Draft:
         return Draft(torch.empty(rows, 0, dtype=torch.long, device=device), None, (0,) * rows)
 
     def to(self, device: torch.device) -> Draft:
-        """Return this draft on `device`: target and draft may live on different ones."""
         if self.tokens.device == device:
             return self
         return replace(self, tokens=self.tokens.to(device), law=self.law and self.law.to(device))
@@ -231,7 +226,6 @@ def merge_verdicts(verdicts: Sequence[Verdict], places: Sequence[Sequence[int]])
 
 
 def accepted_paths(verdict: Verdict) -> list[list[int]]:
-    """Return the accepted nodes of a tree, per row."""
     assert verdict.path is not None
     pairs = zip(verdict.path.tolist(), verdict.accepted.tolist(), strict=True)
     return [path[:count] for path, count in pairs]

@@ -49,12 +49,9 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The name of this draw, from which its numbers are made besides seed, request, origin and position."""
         return ".".join([*self.scope, self.purpose, *([] if self.node is None else [str(self.node)])])
 
     def select(self, places: Sequence[int]) -> Key:
-        """Return the key of the rows at these places, in this order."""
-
         def some(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(numbers[place] for place in places)
 
@@ -131,11 +128,9 @@ class SameForAllRows:
     coupled = False
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the numbers in [0, 1) that these draws invert, [rows][positions]; None if they invert none."""
         return None
 
     def select(self, places: Sequence[int]) -> Self:
-        """Return itself."""
         return self
 
 
@@ -147,7 +142,6 @@ class Inversion(SameForAllRows):
     """
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions) from a law."""
         if law.point:
             assert law.tokens is not None
             return law.tokens
@@ -185,7 +179,6 @@ class GumbelChoice(SameForAllRows):
     coupled = True
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions) from a law."""
         if law.point:
             assert law.tokens is not None
             return law.tokens
@@ -237,22 +230,18 @@ class Rekeyed:
 
     @property
     def coupled(self) -> bool:
-        """Whether the outer draws are coupled."""
         return self.outer.coupled
 
     def rekey(self, key: Key) -> Key:
-        """Return the key of the outer draws."""
         raise NotImplementedError
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         return self.outer(law, self.rekey(key))
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the numbers in [0, 1) of these draws, [rows][positions]; None if the outer ones have no numbers."""
         return self.outer.chances(self.rekey(key), positions)
 
     def select(self, places: Sequence[int]) -> Self:
-        """Return the `Rng` of the rows at these places."""
         return replace(self, outer=self.outer.select(places))
 
 
@@ -311,18 +300,14 @@ class RowByRow:
 
     @property
     def coupled(self) -> bool:
-        """Whether the draws of any row are coupled."""
         return any(each.coupled for each in self.rows)
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions), each row with its own `Rng`."""
         return torch.cat([rng(law.of_row(place), key.select([place])) for place, rng in enumerate(self.rows)])
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the numbers in [0, 1) of all rows, [rows][positions]; None if any row has none."""
         per_row = [each.chances(key.select([place]), positions) for place, each in enumerate(self.rows)]
         return None if None in per_row else [numbers[0] for numbers in per_row if numbers]
 
     def select(self, places: Sequence[int]) -> Rng:
-        """Return the `Rng` of the rows at these places."""
         return RowByRow.of([self.rows[place] for place in places])

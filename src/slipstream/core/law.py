@@ -60,22 +60,18 @@ class Law:
 
     @property
     def point(self) -> bool:
-        """Whether the law is a point mass in all rows."""
         return self.probs is None
 
     @property
     def rows(self) -> int:
-        """The number of rows that the law covers."""
         return self._data.shape[0]
 
     @property
     def positions(self) -> int:
-        """The number of positions that the law covers."""
         return self._data.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """The device of the law's tensors."""
         return self._data.device
 
     @property
@@ -102,7 +98,6 @@ class Law:
         return self.probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def first(self, positions: int) -> Law:
-        """Return the law of the first positions."""
         return self._map(lambda data: data[:, :positions])
 
     def stretched(self, positions: int) -> Law:
@@ -116,7 +111,6 @@ class Law:
         return self._map(lambda data: data[rows, index].unsqueeze(1))
 
     def bare(self) -> Law:
-        """Return this law without its scores."""
         return replace(self, scores=None)
 
     def select(self, rows: Tensor) -> Law:
@@ -134,7 +128,6 @@ class Law:
         return self.select(torch.tensor([row], device=self.device))
 
     def to(self, device: torch.device) -> Law:
-        """Return this law on `device`."""
         return self if self.device == device else self._map(lambda data: data.to(device))
 
     @staticmethod
@@ -173,7 +166,6 @@ class Fault(str):
 
     @staticmethod
     def of(sentence: str, cause: Exception) -> Fault:
-        """Make a fault with a cause."""
         fault = Fault(sentence)
         fault.cause = cause
         return fault

@@ -21,7 +21,6 @@ class Modality(StrEnum):
 
 
 def named(modalities: frozenset[Modality]) -> str:
-    """Return the names of modalities joined by "and", for messages."""
     return " and ".join(each.value for each in Modality if each in modalities)
 
 
@@ -41,7 +40,6 @@ class Media:
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor], along: Mapping[str, Tensor], placeholders: Mapping[Modality, int]) -> Media:
-        """Create media, with the digest computed from `inputs` and `along`."""
         content = blake2b(digest_size=16)
         for name, tensor in sorted([*inputs.items(), *along.items()]):
             content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -50,7 +48,6 @@ class Media:
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """The kinds of media in the prompt."""
         return frozenset(self.placeholders)
 
     def arguments(self, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -62,7 +59,6 @@ class Media:
         }
 
     def text(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens without placeholders of media."""
         return [token for token in tokens if token not in self.placeholders.values()]
 
     @property
@@ -72,7 +68,6 @@ class Media:
 
 
 def same_media(left: Media | None, right: Media | None) -> bool:
-    """Return whether two prompts have the same media, or both have no media."""
     return (left and left.digest) == (right and right.digest)
 
 

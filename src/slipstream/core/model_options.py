@@ -30,7 +30,6 @@ DRAFTS = (
 
 
 def model_option(default: Any, group: str, help: str, metavar: str = "", kind: Any = str, **rest: Any) -> Any:
-    """Return a field of a dataclass that is an option of models."""
     return option(default, help, metavar=metavar, kind=kind, group=group, **rest)
 
 

@@ -75,12 +75,10 @@ class Option:
 
     @cached_property
     def possible(self) -> Bounds:
-        """The interval of possible numbers."""
         return Bounds.read(self.bounds)
 
     @property
     def is_number(self) -> bool:
-        """Whether its values are numbers."""
         return self.kind in (int, float)
 
     def check(self, value: Any) -> None:
@@ -107,7 +105,6 @@ PYTHON_ONLY: dict[str, Any] = {"group": "", "request": None, "hf": None}
 
 
 def declared(table: type) -> dict[str, Option]:
-    """Return the options that a dataclass declares or inherits, by their names, in order."""
     made = [each for each in fields(table) if "help" in each.metadata]
     defaults = {each.name: {} if each.default is MISSING else each.default for each in made}
     return {each.name: Option(each.name, defaults[each.name], **each.metadata) for each in made}

@@ -200,7 +200,6 @@ class Traits:
 
     @staticmethod
     def of(drafter: Drafter) -> Traits:
-        """Return the traits of a drafter."""
         return getattr(drafter, "traits", Traits())
 
 
@@ -245,5 +244,4 @@ def secret_among(drafter: Drafter) -> int | None:
 
 
 def scorers_among(drafters: Sequence[Drafter]) -> tuple[Scorer, ...]:
-    """Return the Scorers of all models of these drafters whose caches hold the rows' texts."""
     return tuple(scorer for each in drafters for scorer in Traits.of(each).scorers)

@@ -41,7 +41,6 @@ class Prefixes:
         return [torch.cat([text, self.drafted[place, list(path)]]) for path in self.paths]
 
     def select(self, places: Sequence[int]) -> Prefixes:
-        """Return the prefixes of the rows at these places."""
         return Prefixes(self.drafted[list(places)], self.paths)
 
 
@@ -140,7 +139,6 @@ class Row:
 
     @property
     def output(self) -> list[int]:
-        """The emitted tokens."""
         return self.tokens[len(self.request.prompt) :]
 
     @property
@@ -161,6 +159,5 @@ class Row:
 
     @property
     def late(self) -> bool:
-        """Whether the request's `max_time` has passed."""
         limit = self.request.max_time
         return limit is not None and self.started is not None and monotonic() - self.started >= limit

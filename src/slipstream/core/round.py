@@ -28,13 +28,11 @@ class Stopwatch:
         self._last = perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap as `phase`."""
         now = perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
 
     def end(self, phase: str) -> None:
-        """Count the time since the last lap as `phase`, the last one of the round."""
         self.lap(phase)
 
     @contextmanager
@@ -63,7 +61,6 @@ class GpuStopwatch(Stopwatch):
         self.lap("")
 
     def lap(self, phase: str) -> None:
-        """Let the GPU note the time when it arrives here, at the end of `phase`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append((phase, event))
@@ -79,7 +76,6 @@ class GpuStopwatch(Stopwatch):
 
     @contextmanager
     def apart(self, phase: str) -> Iterator[None]:
-        """Count the time of the block as `phase`, and leave it out of the lap that contains the block."""
         torch.cuda.synchronize(self._device)
         began = perf_counter()
         try:
@@ -97,7 +93,6 @@ def believable(seconds: float) -> bool:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """Return a stopwatch for rounds whose target works on a device."""
     return GpuStopwatch(device) if device.type == "cuda" else Stopwatch()
 
 
@@ -126,7 +121,6 @@ class Context:
         return law
 
     def law_and_faults(self, logits: Tensor, texts: Prefixes, model: str) -> tuple[Law, Faults]:
-        """Return the law, and the faults where none can be made: (place of the row, position) -> a sentence."""
         groups: dict[int, list[int]] = {}
         for place, row in enumerate(self.rows):
             groups.setdefault(id(row.request.sampler), []).append(place)
@@ -148,11 +142,9 @@ class Context:
         return self.law_and_faults(logits, texts, model)
 
     def select(self, places: Sequence[int]) -> Context:
-        """Return the context of the rows at these places."""
         return replace(self, rows=tuple(self.rows[place] for place in places), rng=self.rng.select(places))
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
-        """Draw token ids (rows, positions) from a law, under the key that `key` makes."""
         return self.rng(law, self.key(purpose, start, node))
 
     def key(self, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Key:
@@ -166,7 +158,6 @@ class Context:
 
 
 def _attempt(rows: Sequence[Row], logits: Tensor, texts: Prefixes, model: str) -> tuple[Law, Faults]:
-    """Return the law of rows that share one sampler, and the faults at positions where none can be made."""
     try:
         return rows[0].request.sampler.law(logits, rows, texts, model), {}
     except RowFailure as failure:

@@ -21,7 +21,6 @@ class SourceForm:
     features: tuple[int, int] | None = None
 
     def example(self, length: int = 2) -> Source:
-        """Make a source to try a model with: `length` tokens, or features of zeros."""
         if self.features is not None:
             return torch.zeros(self.features)
         return tuple((5 * place + length) % self.vocab for place in range(length))
@@ -46,7 +45,6 @@ class SourceForm:
             raise ValueError(f"{where} has token ids outside 0..{self.vocab - 1}, which {model} reads.")
 
     def cut(self, source: Source) -> Source:
-        """Return the part of a source that the encoder reads: all of it, or its first `longest` tokens."""
         return source if isinstance(source, Tensor) else source[: self.longest]
 
 
@@ -86,7 +84,6 @@ def check_source(form: SourceForm | None, source: Source | None, where: str, mod
 
 
 def same_source(left: Source | None, right: Source | None) -> bool:
-    """Return whether two sources are equal: the same tokens, or the same features bit by bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right

@@ -61,7 +61,6 @@ class Stats:
         )
 
     def spend(self, phase: str, seconds: float) -> None:
-        """Count seconds of a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def count_positions(self, depth: int, accepted: int) -> None:
@@ -99,7 +98,6 @@ class Stats:
 
     @property
     def total_seconds(self) -> float:
-        """The seconds of all rounds and of the prefill."""
         return sum(self.seconds.values())
 
     @property
@@ -109,7 +107,6 @@ class Stats:
         return self.emitted / decode if decode > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures under their public names, for JSON."""
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
             *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "ahead"),

@@ -246,7 +246,6 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
 
 
 def nothing_drafted(p: Law) -> Verdict:
-    """Return the verdict of a plain step: the next token comes from p after the pending one."""
     none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
     return Verdict(none, p.first(1), _no_beta(p))
 

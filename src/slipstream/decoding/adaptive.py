@@ -70,7 +70,6 @@ class Time:
 
 
 def limited(seconds: float, usual: float) -> float:
-    """Return as how long a measurement counts."""
     return min(STALL * usual, max(usual / STALL, seconds))
 
 
@@ -286,5 +285,4 @@ class _Outlook(NamedTuple):
         return best if self.speed(best) > margin * self.speed(0) else 0
 
     def pays(self, row: Row, gamma: int, reading: float) -> bool:
-        """Return whether a row gains more than the time of reading its text, in the tokens that it may yet write."""
         return reading <= row.room * (1 / self.speed(0) - 1 / self.speed(gamma))

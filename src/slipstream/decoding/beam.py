@@ -78,7 +78,6 @@ class BeamDecoder:
 
     @torch.inference_mode()
     def _play(self) -> None:
-        """Play one round: draft prefixes, score them and all missing ones in one call, and advance the searches."""
         watch, searches = Stopwatch(), self.running
         depths = self._depths()
         proposals = self._drafts.propose(searches, depths) if any(depths) else [[] for _ in searches]
@@ -143,7 +142,6 @@ def most_tokens(search: BeamSearch, gamma: int) -> int:
 
 
 def beam_search(decoder: Decoder, requests: Sequence[Request]) -> list[BeamSearch]:
-    """Run beam search for all requests to the end -> the finished searches, in order."""
     searches = searches_of(decoder.target, requests)
     for _ in BeamDecoder(decoder, searches).rounds():
         pass

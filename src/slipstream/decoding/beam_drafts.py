@@ -37,7 +37,7 @@ class BeamDrafts(ABC):
         """Drop cached prefixes that the searches no longer need; `live` are the present live prefixes of each."""
 
     def free(self, places: Collection[int]) -> None:  # noqa: B027
-        """Remove the rows of searches that have ended."""
+        pass
 
     def close(self) -> None:  # noqa: B027
         """Empty the cache after all searches."""
@@ -126,7 +126,6 @@ class ModelBeams(BeamDrafts):
         return proposals
 
     def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
-        """Return the best beams one token longer, by the laws that are known, without texts that have ended."""
         ends = search.request.eos
         continuations = best_continuations(beams, self._candidates(search, len(beams)), _law)
         going = [Beam(prefix.child(token), score) for score, prefix, token in continuations if token not in ends]

@@ -59,7 +59,6 @@ class CapturedVerification:
         return outcome or verify_eagerly(verifier, context, logits, draft, model)
 
     def _by_graph(self, question: _Question, context: Context, draft: Draft, model: str) -> Outcome | None:
-        """Verify by a graph; None if that is not possible, or if some logits are not finite."""
         try:
             graph = self._graphs.find(question.key) or self._capture(question, context, draft, model)
             outputs = graph.run(question.inputs)
@@ -70,7 +69,6 @@ class CapturedVerification:
         return question.outcome(outputs)
 
     def _capture(self, question: _Question, context: Context, draft: Draft, model: str) -> Graph:
-        """Capture verification for questions of this kind, and compare its laws with eager ones."""
         rows, gamma = draft.tokens.shape
         if self.progress:
             self.progress(f"capturing the verification of {rows} x {gamma} drafted tokens")

@@ -43,7 +43,6 @@ class Experience:
         return controller.resume(state) if state is not None and isinstance(controller, Resumes) else controller.init()
 
     def keep(self, controller: Controller, state: Any) -> None:
-        """Keep a controller's last state, in the place of an older one."""
         if isinstance(controller, Resumes):
             others = [(other, old) for other, old in self._states if other != controller]
             self._states = [*others, (controller, state)]
@@ -72,7 +71,6 @@ class Decoder:
 
     @cached_property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The Scorers of the models that hold the rows' texts: the target, and those that draft."""
         return (self.target, *scorers_among([self.drafter]))
 
     @cached_property

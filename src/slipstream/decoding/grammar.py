@@ -98,7 +98,6 @@ class Grammar:
         raise GrammarStopped(f"the grammar cannot be followed any further: {_line(state.matcher.get_error())}")
 
     def _nearest(self, tokens: list[int]) -> tuple[int, _State]:
-        """Return the number and state of a text to continue or roll back to these tokens, or else a new state."""
         for number, state in reversed(self._states.items()):
             if state.tokens == tokens[: len(state.tokens)] or tokens == state.tokens[: len(tokens)]:
                 return number, state
@@ -222,7 +221,6 @@ class Grammars:
         return self._made("regular expression", pattern, lambda matcher, text: matcher.grammar_from_regex(text))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """Make a grammar whose texts are the given ones."""
         texts = list(texts)
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"a choice is a list of texts, none of them empty, but here is {texts!r}.")
@@ -250,7 +248,6 @@ class Grammars:
             raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
 
     def _made(self, what: str, text: str, make: Any) -> Grammar:
-        """Make a grammar from its text. Raises ValueError, which calls it `what`, if it is too long or invalid."""
         from llguidance import LLMatcher
 
         self._check_size(what, len(text.encode()))
@@ -291,7 +288,6 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def _depth(value: Any, most: int) -> int:
-    """Return the nesting depth of a JSON value, or `most` + 1 if it is greater; without recursion."""
     level, depth = [value], 0
     while level and depth <= most:
         depth += 1

@@ -41,5 +41,4 @@ class MemoryLimit:
         return self.holds([len(row.tokens) + gamma + 1 for row, gamma in zip(rows, gammas, strict=True)])
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Return whether there is memory for rows of these numbers of tokens."""
         return self.bytes is None or sum(each.bytes_for(lengths) for each in self.scorers) <= self.bytes

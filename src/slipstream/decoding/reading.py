@@ -28,7 +28,6 @@ class PromptReading:
 
     @property
     def text(self) -> list[int]:
-        """The tokens to read: all but the last token, which stays pending."""
         return self.rows[0].tokens[:-1]
 
     def equals(self, row: Row) -> bool:
@@ -126,7 +125,6 @@ class PromptReader:
         return self._release(first)
 
     def _recall(self, first: int) -> None:
-        """Take over stored prefixes of the texts of which nothing was read yet."""
         for place, group in enumerate(self.groups, first):
             if not self.target.lengths[place] and group.text and not (group.has_media or group.is_scored):
                 known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)

@@ -160,7 +160,6 @@ class Sampling(SamplingFields):
         return replace(self, processors=(*self.processors, *self._warpers(max(2, 1 + len(self.eos)))), **off)
 
     def chain(self, prompt_length: int, device: torch.device) -> tuple[Processor, ...]:
-        """Return the processors, in order, for a row whose prompt has `prompt_length` tokens."""
         if (prompt_length, device) not in self._chains:
             # As in transformers, a user's processor comes in place of one of its kind that the settings ask for.
             kinds = {type(processor): processor for processor in reversed(self.processors)}
@@ -170,7 +169,6 @@ class Sampling(SamplingFields):
         return self._chains[prompt_length, device]
 
     def _penalties(self, prompt_length: int, device: torch.device) -> list[Processor]:
-        """Return the processors that change single logits: grammar, bias, penalties, bans and the minimal length."""
         chain: list[Processor] = []
         if self.grammar is not None:
             chain.append(GrammarMask(self.grammar, prompt_length))
@@ -247,7 +245,6 @@ class Sampling(SamplingFields):
     # ---- where something fails ----
 
     def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
-        """Make the law one position at a time. Raises RowFailure if a position has none."""
         laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
         for r, row in enumerate(rows):
             prefixes = texts.of_row(row, r)
@@ -312,7 +309,6 @@ def temperatures_of(rows: Sequence[Row]) -> list[float] | None:
 
 
 def _check_bias(biases: Any) -> None:
-    """Raises ValueError unless biases map token ids to numbers; -inf forbids a token, as in transformers."""
     if not isinstance(biases, Mapping):
         raise OptionError(
             "logit_bias", f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers."

@@ -136,7 +136,6 @@ class Scheduler:
         return round
 
     def rounds(self) -> Iterator[Round]:
-        """Run steps until nothing is left to do, yielding every round."""
         while self.busy:
             if (round := self.step()) is not None:
                 yield round
@@ -155,7 +154,6 @@ class Scheduler:
         self.close()
 
     def _take_in(self) -> None:
-        """Apply the additions and aborts of other threads since the last step."""
         for row in _drained(self._arrivals):
             row.turn = (row.request.priority, next(self._turns))
             insort(self.waiting, row, key=attrgetter("turn"))
@@ -165,7 +163,6 @@ class Scheduler:
         self._dismiss()
 
     def _admit(self) -> None:
-        """Preempt rows until the others fit in memory, then fill free places of the batch from the waiting rows."""
         here = [*self.running, *self.reading]
         while len(here) > 1 and not self._admission.fits(here):
             youngest = max(here, key=attrgetter("turn"))
@@ -183,7 +180,6 @@ class Scheduler:
         self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])
 
     def _leave(self, leaving: Sequence[Row]) -> None:
-        """Remove rows from the batch and free them in the target, after storing their texts in the prefix cache."""
         target = self.decoder.target
         places = [place for place, row in enumerate(self.running) if row in leaving]
         self._reader.drop(leaving, len(self.running))
@@ -197,7 +193,6 @@ class Scheduler:
 
 
 def check_requests(target: Scorer, requests: Sequence[Request]) -> None:
-    """Raises ValueError if one of the requests is not possible; see `check_request`."""
     for index, request in enumerate(requests):
         check_request(target, request, index)
 

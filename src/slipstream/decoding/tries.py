@@ -39,7 +39,6 @@ class _RowTrie:
         return prefix not in self.places and self.start + prefix.depth >= self.base
 
     def grown(self, new: Sequence[Prefix]) -> _RowTrie:
-        """Return the row with new prefixes appended."""
         held, places = len(self.places), dict(self.places)
         seen = torch.zeros(held + len(new), held + len(new), dtype=torch.bool)
         seen[:held, :held] = self.seen
@@ -52,7 +51,6 @@ class _RowTrie:
 
     @property
     def depths(self) -> list[int]:
-        """The position of each prefix, counted from the end of the base."""
         return [self.start + prefix.depth - self.base for prefix in self.places]
 
     def useful(self, live: Sequence[Prefix]) -> list[Prefix]:
@@ -94,7 +92,6 @@ class TrieCache:
         self.rows += [_RowTrie(end, end, {}, torch.zeros(0, 0, dtype=torch.bool)) for end in ends]
 
     def free(self, places: Collection[int]) -> None:
-        """Remove rows; the others keep their order."""
         self.scorer.free(sorted(places))
         self.rows = [row for place, row in enumerate(self.rows) if place not in places]
 

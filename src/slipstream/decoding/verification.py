@@ -41,7 +41,6 @@ The verifier serves the rows whose requests name no rule.
 
 
 def verify_eagerly(verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
-    """Verify a draft, whatever its shape, and the rules and samplers of the rows."""
     p, faults = context.target_law(logits, draft, model)
     verdict = _verdict(verifier, context, p, draft)
     return Outcome(p, verdict, draw_next(context, verdict), faults)

@@ -89,17 +89,14 @@ class ExpectedText:
 
     @property
     def ready(self) -> int:
-        """The number of tokens drafted for the next round, behind the guess."""
         return 0 if self.law is None else self.law.positions
 
     @property
     def lacks_guess(self) -> bool:
-        """Whether the token after the draft is still to be guessed."""
         return self.goal > 0 and len(self.shadow.tokens) == self.base + self.drafted
 
     @property
     def lacks_draft(self) -> bool:
-        """Whether there is a guess, and fewer than `goal` tokens are drafted behind it."""
         return self.goal > self.ready and not self.lacks_guess
 
     def settle(self) -> None:
@@ -124,7 +121,6 @@ class ExpectedText:
         self.unread = []
 
     def cut(self, gamma: int) -> None:
-        """Drop tokens drafted ahead beyond the first `gamma`."""
         if self.law is not None and self.ready > gamma:
             self.law = self.law.first(gamma) if gamma else None
             del self.shadow.tokens[self.base + gamma :]
@@ -189,21 +185,18 @@ class AheadDrafter:
         return draft
 
     def observe(self, round: Round) -> None:
-        """Stop drafting ahead, and discard tokens that the round contradicts."""
         self._stop()
         self._settle()
 
     # ---- in the thread that runs the rounds ----
 
     def _stop(self) -> None:
-        """End drafting ahead, and wait until the model has finished its present step."""
         if self._going is not None:
             going, self._going = self._going, None
             self._enough.set()
             going.result()
 
     def _settle(self) -> None:
-        """Compare the expected texts with the rows' texts, and remove wrong tokens from the model's cache."""
         for text in self._texts:
             text.settle()
         self.model.trim()
@@ -214,7 +207,6 @@ class AheadDrafter:
 
     @torch.inference_mode()
     def _draft(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Return this round's draft: the tokens that are ready, and the missing ones drafted now."""
         known = {text.row: text for text in self._texts}
         self._texts = [known.get(row) or ExpectedText.of(row) for row in context.rows]
         whole = self._fit([text.base + max(gammas) for text in self._texts])
@@ -237,7 +229,6 @@ class AheadDrafter:
 
     @torch.inference_mode()
     def _go_ahead(self, context: Context) -> None:
-        """Guess and draft token by token, until `_stop` or until the next draft is complete."""
         context = replace(context, watch=Stopwatch())  # the round's own stopwatch is used by the other thread now
         while not self._enough.is_set() and (self._guess(context) or self._draft_next(context)):
             pass
@@ -256,7 +247,6 @@ class AheadDrafter:
         return any(guess.lengths)
 
     def _draft_next(self, context: Context) -> bool:
-        """Draft one more token of the next round for all rows that lack one -> whether there were any."""
         lacking = [int(text.lacks_draft) for text in self._texts]
         rng = Since(context.rng, tuple(text.base + text.drafted + 1 for text in self._texts))
         draft = self._propose(context, rng, lacking)

@@ -48,7 +48,6 @@ class BuildContext:
         return kept
 
     def drafting(self, scorer: Scorer) -> Drafter:
-        """Return a drafter that samples from a model with its own cache: the tree of the context, or a chain."""
         if self.tree:
             return TreeDrafter(scorer, self.tree, self.target.vocab, self.independent)
         return ModelDrafter(scorer, self.target.vocab)

@@ -65,7 +65,6 @@ class ChainDrafter:
         return Draft(tokens, laws, tuple(gammas), windowed, parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
-        """Drop drafted tokens that were not kept, in this model's cache and in those of the inner drafter."""
         self._follower.rollback(round)
         shadows = [self._shadows[row] for row in round.rows if row in self._shadows]
         for shadow in shadows:
@@ -75,7 +74,6 @@ class ChainDrafter:
             self.inner.observe(replace(round, rows=rows, tokens=((),) * len(rows)))
 
     def _shadows_of(self, rows: Sequence[Row]) -> list[Shadow]:
-        """Return the shadow of every row, reset to the row's text; a new one if the window of the text has moved."""
         kept = {}
         for row, start in zip(rows, self._follower.starts, strict=True):
             shadow = self._shadows.get(row)
@@ -135,7 +133,6 @@ class Shadow:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """The length of the outer text, and the position at which the inner text begins in it."""
         return len(self.outer.readable), self.start
 
     def reset(self) -> None:

@@ -54,7 +54,6 @@ class DFlashDrafter:
         self.traits = Traits((self.scorer,))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Sample at most `gammas[r]` tokens per row, and at most `block_size` - 1."""
         gammas = read_by_target(self._target, context, [min(gamma, self.scorer.block_size - 1) for gamma in gammas])
         gammas = self._follower.begin(context, gammas)
         if not any(gammas):

@@ -88,7 +88,6 @@ class Arm:
 
     @property
     def speed(self) -> float:
-        """The measured tokens per second; 0 before any round."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -174,7 +173,6 @@ class Bandit:
         return self.drafters[self.state.current].propose(context, gammas)
 
     def observe(self, round: Round) -> None:
-        """Pass the round to every drafter, and count it for the chosen one if any gamma was above 0."""
         for drafter in self.drafters:
             drafter.observe(round)
         if any(round.gammas):
@@ -182,7 +180,6 @@ class Bandit:
 
 
 def _checked(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
-    """Return the drafters as a tuple. Raises ValueError for fewer than two, and for trees."""
     if len(drafters) < 2:
         raise ValueError(f"a choice among {len(drafters)} drafters is not possible: give two or more.")
     if any(isinstance(drafter, TreeDrafter) for drafter in drafters):

@@ -72,7 +72,6 @@ class Follower:
         return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
 
     def _remember(self, place: int) -> None:
-        """Store a row's cached tokens in the prefix cache, if they are a prefix of its text."""
         row, have = self._rows[place], self.scorer.lengths[place]
         if not self.starts[place] and row.finish_reason != "error":
             self._store.remember(place, self._ids(row.readable[:have]), row.request.cache_salt)
@@ -156,12 +155,10 @@ class Follower:
                 self._remember(place)  # the prompt has been read
 
     def _read(self, pieces: Sequence[Sequence[int]]) -> None:
-        """Feed tokens without computing logits, and count the time as `prefill`."""
         with self._watch.apart("prefill"):
             self.scorer.prefill(pieces)
 
     def _kept(self) -> list[int]:
-        """Return how many tokens of each row's window are committed: all but the last, which is pending."""
         return [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
 
     def _missing(self) -> list[list[int]]:

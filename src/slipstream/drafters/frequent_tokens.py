@@ -38,7 +38,6 @@ class TokenCounts:
 
     @staticmethod
     def of(texts: Iterable[Sequence[int]], vocab: int, target: str, tokenizer: Any = None) -> TokenCounts:
-        """Count the tokens of texts that a target wrote."""
         written = [torch.tensor(text, dtype=torch.long) for text in texts]
         counts = torch.bincount(torch.cat(written), minlength=vocab) if written else torch.zeros(vocab).long()
         return TokenCounts(counts, len(written), target, fingerprint(tokenizer))
@@ -49,7 +48,6 @@ class TokenCounts:
 
     @property
     def different(self) -> int:
-        """The number of different tokens that were written at least once."""
         return int((self.counts > 0).sum())
 
     def most_frequent(self, size: int) -> Tensor:
@@ -68,7 +66,6 @@ class TokenCounts:
 
     @staticmethod
     def load(path: str | Path) -> TokenCounts:
-        """Read a file of counts. Raises ValueError in one sentence if there is none, or it is damaged."""
         if not Path(path).is_file():
             raise ValueError(f"there is no file of counts {str(path)!r}: {KIND.remedy}.")
         with KIND.contents(path) as (tensors, about):
@@ -76,7 +73,6 @@ class TokenCounts:
 
 
 def kept_counts(target: str, vocab: int, tokenizer: Any) -> Path:
-    """Return the default file for the counts of a target, in the user's cache."""
     name = hashlib.sha256(repr((target, vocab, fingerprint(tokenizer))).encode()).hexdigest()[:16]
     return user_cache() / "token_counts" / f"{name}.safetensors"
 

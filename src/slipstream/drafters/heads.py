@@ -69,7 +69,6 @@ class ParallelHeads(nn.Module):
         self.down = nn.Parameter(torch.zeros(sizes.heads, sizes.inner, sizes.width))
 
     def forward(self, hidden: Tensor, following: Tensor, first: int | None = None) -> Tensor:
-        """Return the states of the `first` heads, or of all heads if it is None."""
         width, count = (self.sizes.width,), self.sizes.heads if first is None else first
         parts = [hidden, following] if self.sizes.pending else [hidden]
         seen = torch.cat([functional.rms_norm(part, width) for part in parts], -1)
@@ -88,7 +87,6 @@ class ParallelHeads(nn.Module):
 
     @staticmethod
     def load(folder: str | Path) -> ParallelHeads:
-        """Load the heads in a folder, in float32. Raises ValueError in one sentence if there are none."""
         file = Path(folder) / FILE
         if not file.is_file():
             raise ValueError(f"there is no {file}: {KIND.remedy}.")

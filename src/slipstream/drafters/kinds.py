@@ -130,10 +130,6 @@ def _refuse_reader(target: Scorer, draft: Scorer) -> None:
 
 
 def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:
-    """Build the drafter for a model with another tokenizer than the target's.
-
-    Raises ValueError if a tokenizer is missing, the vocabularies have nothing in common, or a tree is asked for.
-    """
     if context.tree:
         raise ValueError(f"a tree of candidates needs a draft with the target's tokenizer, {scorer.name} has another.")
     if scorer.source_form:
@@ -203,7 +199,6 @@ def quantized(
 
 
 def _graphed(context: BuildContext, scorer: AScorer) -> AScorer:
-    """Return a Scorer on the target's rows or states, with programs or graphs of its steps if the target has such."""
     runs_fast = getattr(context.target, "execution", None) is not None
     if runs_fast and context.mode.ahead is not None and isinstance(scorer, DraftsInGraphs):
         scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
@@ -270,7 +265,6 @@ def mtp(context: BuildContext, value: str) -> Drafter:
 
 
 def _own(context: BuildContext) -> HasModel:
-    """Return the target as the model that drafts for itself. Raises ValueError unless it is causal and on one rank."""
     if not isinstance(context.target, HasModel) or context.target.source_form:
         raise ValueError(f"{context.target.name} is no causal language model, so it cannot draft for itself.")
     _refuse_ranks(context.target)

@@ -48,7 +48,6 @@ class KnownFirst:
         self.traits = Traits(scorers_among([inner]), drafters=(inner,))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` tokens per row: a prediction, else a forced text, else the other draft."""
         self._copied = ()
         if not any(row.request.prediction or grammar_of(row) for row in context.rows):
             return self.inner.propose(context, gammas)
@@ -61,7 +60,6 @@ class KnownFirst:
         return parts[0].draft if len(parts) == 1 else replace(merge(drafts), parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
-        """Count the tokens copied from predictions, and pass the round to the inner drafters."""
         for place in self._copied:
             stats = round.rows[place].stats
             stats.predicted += round.draft.lengths[place]

@@ -57,5 +57,4 @@ class ModelDrafter:
         self._follower.rollback(round)
 
     def trim(self) -> None:
-        """Roll the model's cache back to the rows' texts after they were shortened outside a round."""
         self._follower.trim()

@@ -35,7 +35,6 @@ def offers(context: BuildContext, drafts: Sequence[str] = (), folder: Path = Pat
 
 
 def tried(draft: str, context: BuildContext) -> Offer:
-    """Try to build a draft for the target -> whether it can be used, and what it is or why not."""
     known = len(context.notes)
     try:
         built = drafter(draft, context)

@@ -33,7 +33,6 @@ class SameRowsDrafter(Drafter):
     """
 
     def __init__(self, scorer: HasModel) -> None:
-        """Make the drafter of a Scorer that the target's `sharing_rows` or `seeing` returned."""
         self.scorer = scorer
         self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
         self.traits = Traits(model=scorer, on_target_rows=True)
@@ -55,7 +54,6 @@ class SameRowsDrafter(Drafter):
         return draft
 
     def _token_by_token(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft without graphs: one pass of the draft per token."""
         pending = torch.tensor([row.tokens[-1:] for row in context.rows], device=self.scorer.device)
 
         def law_after(tokens: Tensor) -> Law:

@@ -66,7 +66,6 @@ Syntax = DrafterTerm | Chain | OneOf
 
 
 def parse(text: str) -> Syntax:
-    """Parse a specification -> its syntax. Raises ValueError for an invalid one."""
     for mark in ("||", "|"):
         if mark in text:
             return OneOf(tuple(parse(part) for part in text.split(mark)), measured=mark == "||")
@@ -147,7 +146,6 @@ def _build(syntax: Syntax, context: BuildContext) -> Drafter:
 
 
 def _chain(parts: Sequence[DrafterTerm], context: BuildContext) -> Drafter:
-    """Build a chain: the last part drafts for the target, and the parts before it are its own draft."""
     *faster, last = parts
     if not faster:
         return _build(last, context)
@@ -166,12 +164,10 @@ def _chain(parts: Sequence[DrafterTerm], context: BuildContext) -> Drafter:
 
 
 def forms() -> str:
-    """Return the forms of all kinds in one line, for messages."""
     return ", ".join(kind.form for kind in KINDS.values())
 
 
 def _options(part: DrafterTerm) -> dict[str, Any]:
-    """Return the options of a part, parsed into their types. Raises ValueError for unknown names and wrong values."""
     known, values = KINDS[part.kind].options, {}
     for name, text in part.options:
         if name not in known:
@@ -182,7 +178,6 @@ def _options(part: DrafterTerm) -> dict[str, Any]:
 
 
 def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
-    """Parse the value of an option. Raises ValueError, which says what to write, for a wrong one."""
     try:
         return kind(text)
     except ValueError:

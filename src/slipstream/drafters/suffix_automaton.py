@@ -37,7 +37,6 @@ class SuffixAutomaton:
         self.extend(tokens[len(self.text) :])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
         for token in tokens:
             self._remember()
             follower = self.followers[self._match].get(token, 0)

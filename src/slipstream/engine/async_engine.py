@@ -78,7 +78,6 @@ class AsyncEngine:
                 yield place, piece
 
     async def _submitted(self, prompts: list[Prompt], options: Mapping[str, Any], single: bool = False) -> list[Ticket]:
-        """Tokenize prompts off the event loop, and queue them; `single` refuses several texts."""
         self._worker.check()
         job = await asyncio.to_thread(self.engine.prepare, prompts, options, shared=True)
         if single:

@@ -59,7 +59,6 @@ class BeamTexts:
 
     @property
     def prompts(self) -> list[Sequence[int]]:
-        """The tokens of each prompt."""
         return [search.request.prompt for search in self._searches]
 
     @property

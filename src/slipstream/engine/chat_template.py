@@ -98,7 +98,6 @@ class ChatTemplate:
     # ---- what it takes ----
 
     def check_tools(self, name: str) -> None:
-        """Raise OptionError if the template, that of the model of this name, ignores tools."""
         if not self.takes_tools:
             raise OptionError(
                 "tools",
@@ -108,7 +107,6 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether tools change what the template writes."""
         chats = [self._message("user")], [self._message("system"), self._message("user")]
         return any(self._rendered(chat) != self._rendered(chat, [TOOL]) for chat in chats)
 
@@ -132,11 +130,9 @@ class ChatTemplate:
 
     @cached_property
     def _reasoning(self) -> str | None:
-        """The template's name for reasoning; None if it has none."""
         return next((name for name in REASONING if re.search(rf"\b{name}\b", self.source)), None)
 
     def _with_call(self, arguments: Any, id: str = "000000000") -> str | None:
-        """Return a chat with a call of these arguments as the template writes it."""
         call = {"id": id, "type": "function", "function": {"name": "probe", "arguments": arguments}}
         asked = {**self._message("assistant", ""), "tool_calls": [call]}
         result = {**self._message("tool"), "name": "probe", "tool_call_id": id}

@@ -139,7 +139,6 @@ class Defaults:
 
 
 def _config(model: Any, asked: Any) -> GenerationConfig:
-    """Return the generation config that was asked for. Raises ValueError if there is none."""
     if asked == AUTO or isinstance(asked, GenerationConfig):
         return model.generation_config if asked == AUTO else asked
     try:
@@ -200,7 +199,6 @@ def _eos(config: GenerationConfig, tokenizer: Any) -> frozenset[int]:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    """Name settings with their values; of lists, the lengths."""
     return ", ".join(
         f"{name} ({len(value)})" if isinstance(value, list | tuple | dict) else f"{name}={value}"
         for name, value in values.items()

@@ -242,7 +242,6 @@ class Engine:
 
     @property
     def encoder(self) -> Encoder:
-        """What turns prompts into tokens."""
         return Encoder(self.decoder.target.name, self.tokenizer, self.frame, self.media, self.text_limit, self.spelling)
 
     @cached_property
@@ -299,7 +298,6 @@ class Engine:
         return Job(decoder, call, generations)
 
     def _template(self, call: Options, sampler: Sampling) -> Request:
-        """Return the request from which a call's requests are copied, without prompt, source, images, seed, key."""
         prediction = ()
         if call.prediction:
             prediction = tuple(self.encoder.needed().encode(call.prediction, add_special_tokens=False))
@@ -363,7 +361,6 @@ class Engine:
         return chosen
 
     def _decoder(self, call: Options) -> Decoder:
-        """Return the decoder with a call's own rule and gamma. Raises ValueError if `lossless` refuses the rule."""
         chosen = self.choose(call.verify)
         if call.lossless and not chosen.lossless:
             raise OptionError("verify", f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
@@ -374,7 +371,6 @@ class Engine:
 
 
 def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], object] | None) -> list[Completion]:
-    """Run a beam search to its end -> its completions. Raises Interrupted on Ctrl-C."""
     try:
         texts.play(on_completion)
     except KeyboardInterrupt:
@@ -383,7 +379,6 @@ def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], objec
 
 
 def _streamable(job: Job) -> Job:
-    """Return the job if it can stream. Raises ValueError for beam search, which has no text before its end."""
     if job.options.beams is not None:
         raise OptionError(
             "num_beams", "num_beams has no text before its search has ended, so it cannot stream: use generate."
@@ -392,7 +387,6 @@ def _streamable(job: Job) -> Job:
 
 
 def check_single(prompts: int, texts: int) -> None:
-    """Raise ValueError unless a stream has one prompt and one text."""
     if prompts != 1:
         raise ValueError(f"stream continues one prompt, but here are {prompts}: use stream_batch for several.")
     if texts != 1:

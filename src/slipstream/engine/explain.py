@@ -129,7 +129,6 @@ class Explanation:
         self._stories: dict[int, Story] = {}
 
     def __call__(self, round: Round) -> None:
-        """Add one round, and print its line if there is only one text."""
         for place, row in enumerate(round.rows):
             if row.index not in self._stories:
                 self._stories[row.index] = Story(row, self._decode)
@@ -141,7 +140,6 @@ class Explanation:
                 self._print.line(len(story.lines), line)
 
     def finish(self) -> None:
-        """Print the rest: lines not printed yet, the whole texts and the figures."""
         for index in sorted(self._stories):
             story = self._stories[index]
             if not self._live:
@@ -168,26 +166,22 @@ class Printer:
         self._coloured = console.color_system is not None and not console.no_color
 
     def title(self, name: str) -> None:
-        """Print a rule that begins a section."""
         self._console.rule(name, align="left")
         self._console.print()
 
     def head(self) -> None:
-        """Print the legend and the column heads."""
         legend = [self._painted(LOOKS[kind].meaning, kind) for kind in LEGEND]
         self._put(Text("   ").join(legend), "")
         self._console.print()
         self._put(Text("kept of drafted", "dim"), "round  ")
 
     def line(self, number: int, line: RoundLine) -> None:
-        """Print a numbered round: how many drafted tokens stand, and its tokens on one line, wrapped if too long."""
         text = Text()
         for span in line.spans:
             text.append_text(self._painted(_visible(span.text), span.kind))
         self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
 
     def whole(self, story: Story, prompt: str) -> None:
-        """Print prompt and output with their line breaks."""
         text = Text()
         for span in story.whole(prompt):
             text.append_text(self._painted(tame(span.text), span.kind))
@@ -196,7 +190,6 @@ class Printer:
         self._console.print()
 
     def figures(self, stats: Stats) -> None:
-        """Print the table of figures."""
         rows = figures(stats)
         width = max(len(name) for name, _, _ in rows)
         for name, value, note in rows:
@@ -205,7 +198,6 @@ class Printer:
         self._console.print()
 
     def _painted(self, text: str, kind: str) -> Text:
-        """Return a text in the look of its kind: coloured, or between marks."""
         look = LOOKS.get(kind)
         if look is None or not text:
             return Text(text)
@@ -221,7 +213,6 @@ class Printer:
 
 
 def figures(stats: Stats) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) for every figure, under the project's names."""
     phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats.seconds.items())
     lines = [
         ("alpha", _number(stats.alpha, 3), f"chance to keep a tested token; {stats.tested} tested"),
@@ -288,7 +279,6 @@ def _lost(round: Round, place: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _closed(texts: list[str]) -> list[str]:
-    """Return the texts of tokens, with INCOMPLETE at the end if that is inside a character."""
     return [*texts[:-1], texts[-1] or INCOMPLETE] if texts else texts
 
 
@@ -311,5 +301,4 @@ def tame(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Put a text on one line: line breaks, tabs and runs of spaces become visible signs."""
     return re.sub(r"^ +$| {2,}", lambda run: "·" * len(run.group()), text).translate(_VISIBLE)

@@ -153,7 +153,6 @@ class Generation:
         return self._transcript.text
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of other tokens after the prompt, as those of a beam."""
         transcript = self._new_transcript()
         transcript.extend([token for token in tokens if token not in self.request.eos])
         transcript.finish()

@@ -21,7 +21,6 @@ class Job:
     generations: list[Generation]
 
     def begin(self, scheduler: Scheduler) -> None:
-        """Queue all generations, under their indices."""
         for index, generation in enumerate(self.generations):
             generation.row = scheduler.add(generation.request, index)
 
@@ -41,13 +40,11 @@ class Job:
                 yield scored
 
     def stream(self) -> Iterator[tuple[int, Piece]]:
-        """Yield all pieces as rounds complete, each with the index of its generation."""
         with closing(self.rounds()) as rounds:  # type: ignore[type-var]
             for pieces in rounds:
                 yield from pieces
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of a job with a single text."""
         with closing(self.stream()) as stream:  # type: ignore[type-var]
             for _, piece in stream:
                 yield piece

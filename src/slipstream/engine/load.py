@@ -168,7 +168,6 @@ def _notes(context: BuildContext, decoder: Decoder, reads_media: bool, proposes:
 
 
 def _read_plan(plan: Any, target: Any) -> Plan | None:
-    """Return the plan, read from its file if a path is given. Raises ValueError for anything else, or other targets."""
     if plan is None:
         return None
     if not isinstance(plan, str | Path | Plan):
@@ -179,7 +178,6 @@ def _read_plan(plan: Any, target: Any) -> Plan | None:
 
 
 def _check_settings(how: ModelOptions, tree: Sequence[int] | None) -> None:
-    """Raise ValueError, before anything is loaded, for settings that are not possible or exclude each other."""
     if how.tokenizer is not None and not callable(getattr(how.tokenizer, "decode", None)):
         raise ValueError(
             f"tokenizer={how.tokenizer!r} is not possible: give one of transformers, or None for the target's."
@@ -198,10 +196,6 @@ def alone(target: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def _frame(scorer: Any, tokenizer: Any, task: str | Task | None, exact_shape: bool) -> SourceFrame | None:
-    """Return the frame (text and tokens around sources) of an encoder-decoder; None for a causal model.
-
-    Raises ValueError for a task with a causal model, and for `exact_shape` with an encoder-decoder.
-    """
     if scorer.source_form is None:
         if task is not None:
             raise ValueError(f"{scorer.name} is no encoder-decoder, so it has no tasks: write it into the prompt.")

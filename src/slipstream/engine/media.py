@@ -80,7 +80,6 @@ def part_content(part: Mapping[str, Any], where: str) -> Any:
 
 
 def media_part(modality: Modality, content: Any) -> dict[str, Any]:
-    """Return a message part in the form of transformers' chat templates, without other fields."""
     return {"type": NAMES[modality], NAMES[modality]: content}
 
 

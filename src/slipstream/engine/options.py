@@ -71,7 +71,6 @@ class Options(CallFields):
         return Beams(self.num_beams, **{name: value for name, value in settings.items() if value is not None})
 
     def _check_beams(self) -> None:
-        """Raise ValueError for options that cannot be combined with beam search, or are for beam search only."""
         if self.beams is None:
             for name in BEAMS:
                 if getattr(self, name) is not None:
@@ -92,7 +91,6 @@ class Options(CallFields):
                 raise OptionError("num_beams", f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     def _check_seeds(self) -> None:
-        """Check the seed, and store several as a tuple. Raises ValueError for what is no whole number."""
         if is_whole(self.seed) or isinstance(self.seed, str) or not isinstance(self.seed, Iterable):
             whole_number("seed", self.seed, 0)
             return
@@ -101,11 +99,9 @@ class Options(CallFields):
 
     @property
     def stops(self) -> list[str]:
-        """The strings before which a text ends."""
         return list(self.stop)
 
     def ends(self, eos: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that end a text, given the model's own, `eos`."""
         return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
     def seeds(self, prompts: int) -> list[int]:
@@ -195,7 +191,6 @@ def sampling(
 
 
 def check_scoring(model: str, encodes: bool, media: bool, exact_shape: bool) -> None:
-    """Raise ValueError for a prompt whose tokens cannot be scored."""
     for is_so, why in (
         (encodes, f"{model} is an encoder-decoder, which reads its prompt as a source"),
         (media, "images and sounds stand for some of its tokens"),
@@ -206,13 +201,11 @@ def check_scoring(model: str, encodes: bool, media: bool, exact_shape: bool) -> 
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raise ValueError for a value that is neither callable nor None."""
     if value is not None and not callable(value):
         raise OptionError(name, f"{name}={shown(value)} is not possible: it must be a function, or None.")
 
 
 def _check_grammar(grammar: Grammar, call: Options, least: int, vocab: int) -> None:
-    """Raise ValueError for options that change where a text may end, which the grammar decides, or another vocab."""
     if call.ignore_eos or least:
         name = "ignore_eos" if call.ignore_eos else "min_new_tokens"
         raise OptionError(

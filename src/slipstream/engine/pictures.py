@@ -74,7 +74,6 @@ def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
 
 
 def _from_array(array: np.ndarray, where: str) -> Image:
-    """Return the RGB image of an array. Raises ValueError unless it is uint8 of shape (height, width, 3)."""
     from PIL import Image as pillow
 
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
@@ -85,7 +84,6 @@ def _from_array(array: np.ndarray, where: str) -> Image:
 
 
 def _needed() -> None:
-    """Raises ValueError with the command to install Pillow if it is missing."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:

@@ -53,7 +53,6 @@ class Plan:
 
     @property
     def speculates(self) -> bool:
-        """Whether anything is drafted at all."""
         return self.models.draft is not None and any(self.gammas.values())
 
     def check_target(self, name: str | None, vocab: int | None = None) -> None:
@@ -72,7 +71,6 @@ class Plan:
             part.write_text(json_text(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as a dictionary for JSON."""
         gammas = {str(rows): gamma for rows, gamma in sorted(self.gammas.items())}
         rest = {name: getattr(self, name) for name in KINDS}
         models = {name: getattr(self.models, name) for name in MODEL_OPTIONS if name in ALWAYS}
@@ -100,7 +98,6 @@ class Plan:
 
 
 def _parsed(contents: dict[str, Any]) -> Plan:
-    """Return the plan in a file's contents. Raises KeyError, TypeError or ValueError if they are damaged."""
     contents = {"quantize": None, **contents}  # older files lack this field
     kept = [each for name, each in MODEL_OPTIONS.items() if name in ALWAYS or (each.changes and name in contents)]
     models = {each.name: contents[each.name] for each in kept}

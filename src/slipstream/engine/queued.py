@@ -40,7 +40,6 @@ class Search:
 
     @property
     def completions(self) -> list[Completion]:
-        """The texts that were found so far, those of a prompt side by side."""
         return self.texts.completions
 
     @property

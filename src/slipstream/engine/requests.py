@@ -141,7 +141,6 @@ def _text(text: str, where: str) -> str:
 
 
 def _chat(chat: Chat, where: str) -> Chat:
-    """Check a chat and return it with its messages read. Raises ValueError for what a chat template cannot take."""
     messages = listed(chat.messages, f"messages of {where}", "they are a list of messages")
     if strays := [message for message in messages if not _is_message(message)]:
         raise ValueError(f"messages of {where} holds {shown(strays[0])}, but a message is a dict.")
@@ -220,7 +219,6 @@ def _encoded(encoding: Message, where: str) -> list[Prompt]:
 
 
 def _unpadded(ids: tuple[int, ...], mask: tuple[int, ...], where: str) -> tuple[int, ...]:
-    """Return the token ids without the padding on the left or right. Raises ValueError for a mask with holes."""
     kept = [place for place, seen in enumerate(mask) if seen]
     if kept != list(range(kept[0], kept[-1] + 1) if kept else ()):
         raise ValueError(
@@ -243,7 +241,6 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return what a tensor can be as a prompt: token "ids", audio "features", or "neither"."""
     if tensor.dtype == torch.bool or tensor.is_complex():
         return "neither"
     return "features" if tensor.is_floating_point() else "ids"
@@ -272,7 +269,6 @@ def _from_array(values: Any) -> list[Prompt]:
 
 
 def shown(value: Any) -> str:
-    """Describe a value in a few words, for error messages."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return f"a {kind} with the keys {reprlib.repr(list(value))}"
@@ -318,7 +314,6 @@ class Encoder:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _check(self, kinds: frozenset[Modality]) -> None:
-        """Raises ValueError for media that the model does not read."""
         read = self.media.modalities if self.media else frozenset[Modality]()
         if kinds - read:
             raise ValueError(
@@ -351,10 +346,6 @@ class Encoder:
         return template_of(self.tokenizer, self.media)
 
     def _fitted(self, prompt: Any) -> Chat:
-        """Return a chat with its messages as the chat template takes them.
-
-        Raises ValueError without a chat template, and for tools that it ignores.
-        """
         if self.template is None:
             raise ValueError(f"{self.name} has no chat template; pass the prompt as text.")
         chat = _chat(prompt if isinstance(prompt, Chat) else Chat(prompt), "the prompt")
@@ -372,7 +363,6 @@ class Encoder:
         return decode(ids)
 
     def needed(self) -> Any:
-        """Return the tokenizer. Raises ValueError if there is none."""
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer; pass tokenizer=... to load(), or prompts as token ids.")
         return self.tokenizer

@@ -121,7 +121,6 @@ def _wav(stream: BinaryIO, rate: int) -> Sound:
 
 
 def _other(stream: BinaryIO, rate: int) -> Sound:
-    """Open a sound file with soundfile; its channels are averaged."""
     try:
         import soundfile
     except ImportError:

@@ -83,7 +83,6 @@ def as_they_are(scorer: Any, mode: Mode) -> list[str]:
 
 
 def without_programs(scorers: Iterable[Any]) -> Iterator[str]:
-    """Yield a sentence for each model whose passes run eagerly, as it cannot be recorded or was recorded wrongly."""
     for scorer in scorers:
         if fault := getattr(getattr(scorer, "execution", None), "fault", None):
             yield f"{fault}."

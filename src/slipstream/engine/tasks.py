@@ -53,13 +53,11 @@ def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
-    """Return the first of the named settings that is set, in the generation config or the model's; None without one."""
     values = (getattr(place, name, None) for name in names for place in (settings, config))
     return next((value for value in values if value is not None), None)
 
 
 def _prefix(config: Any, task: Task) -> str:
-    """Return the text before every source of a task. Raises ValueError for a task that the model does not have."""
     if task.name is None:
         return task.prefix or ""
     if task.prefix is not None:
@@ -74,7 +72,6 @@ def _prefix(config: Any, task: Task) -> str:
 
 
 def _language(tokenizer: Any, name: str) -> int:
-    """Return the token id of a language. Raises ValueError if the tokenizer does not have it."""
     token = None
     if hasattr(tokenizer, "src_lang"):
         try:

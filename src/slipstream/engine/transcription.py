@@ -47,15 +47,12 @@ class Transcriber:
         return Transcriber(SpeechInput.of(target.model), tokenizer, target.context or 448)
 
     def opened(self, sound: Any) -> AbstractContextManager[Sound]:
-        """Open a file, its bytes, or samples, to be read in windows; see `sounds.opened`."""
         return opened(sound, self.speech.rate)
 
     def count(self, sound: Sound) -> int:
-        """Return the number of windows of a sound."""
         return math.ceil(sound.seconds / self.speech.seconds)
 
     def windows(self, sound: Sound) -> Iterator[Tensor]:
-        """Yield the features of a sound, one window after the other."""
         length = self.speech.seconds
         for start in range(0, self.count(sound) * length, length):
             yield self.speech.features(sound.part(start, start + length))

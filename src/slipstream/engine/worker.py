@@ -98,12 +98,10 @@ class Ticket:
 
     @property
     def completion_tokens(self) -> int:
-        """The number of tokens written so far."""
         return len(self.generation.row.output) if self.generation.row else 0
 
     @property
     def stats(self) -> Stats:
-        """The statistics of the request so far."""
         return self.generation.row.stats if self.generation.row else Stats()
 
     @property
@@ -113,11 +111,9 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether its row has ended."""
         return self.generation.row is not None and self.generation.row.finish_reason is not None
 
     def cancel(self) -> None:
-        """End the request, waiting or running; nothing happens if it has ended."""
         self.worker.cancel(self)
 
 
@@ -221,7 +217,6 @@ class Worker:
             raise self._unavailable("the server is starting: the models are not ready yet.")
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request; see `Ticket.cancel`."""
         row = ticket.generation.row
         if row is not None and not row.finish_reason:
             self._scheduler.abort(row)
@@ -234,7 +229,6 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a place."""
         return max(0, len(self._tickets) - self._rows) + len(self._searches)
 
     @property
@@ -242,7 +236,6 @@ class Worker:
         return len(self._scheduler.running) + len(self._scheduler.reading)
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
         self._draining = True
 
     def wake(self) -> None:
@@ -255,7 +248,6 @@ class Worker:
         self._wake.set()
 
     def stop(self) -> None:
-        """Call `halt`, and wait for the thread to end."""
         self.halt()
         if self._thread.is_alive():
             self._thread.join()
@@ -271,7 +263,6 @@ class Worker:
         return Scheduler(decoder, chunk, prefixes, self.room.memory, growth)
 
     def _run(self) -> None:
-        """Warm up, then run searches and rounds until the server ends; an error ends all requests."""
         try:
             if self.engine.decoder.compiled:  # no graph is to be made while requests wait
                 self.engine.warm_up((1, 2) if self.engine.decoder.batch_size > 1 else (1,), EVERY_KIND)
@@ -322,7 +313,6 @@ class Worker:
         return target
 
     def _play(self, round: Round | None) -> None:
-        """Deliver the pieces of a round to the calls, and wait for new requests if there is nothing to do."""
         now = monotonic()
         deliveries: list[tuple[Ticket, list[Piece]]] = []
         for row in [*self._scheduler.running, *self._scheduler.reading]:
@@ -344,7 +334,6 @@ class Worker:
             self._wake.wait()
 
     def _follow(self, round: Round, place: int, now: float) -> tuple[Ticket, list[Piece]]:
-        """Return the ticket of a row and its pieces of a round, after updating its times."""
         row = round.rows[place]
         ticket = self._tickets[row.index]
         ticket.generation.row = row
@@ -375,7 +364,6 @@ class Worker:
         self._loop.call_soon_threadsafe(function)
 
     def _die(self, error: BaseException) -> None:
-        """Fail all requests after an error of the thread, which cannot be recovered from."""
         self.failure, self.ready = error, False
         why = self._unavailable("the thread that runs the models has failed: the server has to be started again.")
         self._drop_searches(why)

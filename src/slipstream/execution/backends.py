@@ -38,7 +38,6 @@ def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None
 
 
 def captures(device: torch.device) -> bool:
-    """Whether work on a device is captured as CUDA graphs."""
     return device.type in CAPTURED
 
 

@@ -25,7 +25,6 @@ class Staging:
     """Inputs of a graph that come from the host: one copy brings all of them, and does not wait for the GPU."""
 
     def __init__(self, given: Sequence[Tensor], device: torch.device) -> None:
-        """Allocate memory on host and device for tensors of these shapes and types."""
         sizes = [-(-each.nbytes // ALIGNED) * ALIGNED for each in given]
         on_gpu, starts = device.type == "cuda", [0, *accumulate(sizes)]
         self._host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
@@ -40,7 +39,6 @@ class Staging:
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def fill(self, given: Sequence[Tensor]) -> None:
-        """Copy tensors to their places on the device."""
         if self._copied:
             self._copied.synchronize()  # the last copy reads the same memory of the host
         for place, each in zip(self._from, given, strict=True):
@@ -90,7 +88,6 @@ class Graphs:
 
     @property
     def keys(self) -> list[Any]:
-        """The keys of all graphs."""
         return list(self._graphs)
 
     def find(self, key: Hashable, caches: Sequence[Stores] = ()) -> Graph | None:

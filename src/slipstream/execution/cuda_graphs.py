@@ -72,7 +72,6 @@ class Captured:
     _failed: bool = False
 
     def of(self, model: PreTrainedModel, name: str) -> Captured:
-        """See `Execution`."""
         return Captured(model, name, self.progress)
 
     def run(
@@ -94,7 +93,6 @@ class Captured:
         return PassResult(outputs[0], dict(zip(places, outputs[1:], strict=True)))
 
     def _capture(self, key: Hashable, work: Pass, stores: Stores, places: Places) -> Graph:
-        """Capture a pass of this shape, and compare its logits with those of the eager pass."""
         if self.progress:
             rows, width = work.tokens.shape
             self.progress(f"capturing {self.name} for {rows} x {width} tokens and {work.end} slots")
@@ -124,13 +122,11 @@ class Captured:
 
 
 def _inputs(work: Pass) -> list[Tensor | None]:
-    """Return the tensors of a pass, but for caches."""
     cross = (work.cross.mask, work.cross.back) if work.cross else (None, None)
     return [work.tokens, work.positions, work.slots, *cross, *work.masks.values()]
 
 
 def _pass(inputs: Sequence[Tensor | None], like: Pass) -> Pass:
-    """Make the pass of such tensors, with the cache of sources and the kinds of masks of another pass."""
     tokens, positions, slots, seen, back, *masks = inputs
     assert tokens is not None and positions is not None and slots is not None
     cross = Cross(like.cross.stores, seen, back) if like.cross and seen is not None else None
@@ -139,7 +135,6 @@ def _pass(inputs: Sequence[Tensor | None], like: Pass) -> Pass:
 
 
 def _rounded(slots: int, stores: Stores) -> int:
-    """Return a rounded number of slots, of at most those that there are."""
     return min(bucket(slots), stores[0][0].shape[2])
 
 
@@ -161,7 +156,6 @@ def _widened_source(cross: Cross) -> Cross:
 
 
 def _hiding(mask: Tensor, end: int) -> Tensor:
-    """Return an additive mask over `end` slots that hides the added ones."""
     return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)
 
 
@@ -183,7 +177,6 @@ class CapturedDrafts(DraftGraphs):
 
     @property
     def made(self) -> frozenset[GraphKind]:
-        """The kinds of graphs that were captured since the cache was allocated."""
         return frozenset(kind for kind, _ in self._captured.keys)
 
     def steps(self, wish: Wish) -> list[int]:
@@ -211,7 +204,6 @@ class CapturedDrafts(DraftGraphs):
         return super()._inputs(wish, replace(room, end=_rounded(room.end, room.stores), cross=cross))
 
     def _run(self, kind: GraphKind, inputs: Inputs) -> Drafted:
-        """Draft by a graph of this kind and of the shapes of these inputs, which is captured if there is none."""
         stores, parts = inputs[5:7]
         caches, tensors = [stores, parts[0]] if parts else [stores], _tensors(inputs)
         key = (kind, shapes(tensors))
@@ -240,7 +232,6 @@ class CapturedDrafts(DraftGraphs):
         return self._captured.capture(key, function, _tensors(inputs), stores[0][0].device)
 
     def _fused_step(self, kind: GraphKind) -> Fused:
-        """Return the fused step of this kind, which serves chains of any length."""
         if kind not in self._graphs:
             on_graph = graph_progress(self.progress, f"{self.name} for {describe(kind)}")
             self._graphs[kind] = Fused(traced_draft(self.network, kind), kind.constant, self.name, on_graph)
@@ -249,6 +240,5 @@ class CapturedDrafts(DraftGraphs):
 
 
 def _tensors(inputs: Inputs) -> list[Tensor | None]:
-    """Return the inputs of a draft, but for caches."""
     *first, _, parts, temperatures, chances = inputs
     return [*first, parts and parts[1], temperatures, chances]

@@ -59,7 +59,6 @@ class Seat:
     cross: Parts
 
     def slots(self, width: int) -> Tensor:
-        """Return the slots (rows, width) of the step's tokens."""
         return fed_slots(self.start, self.last, width)
 
 
@@ -100,7 +99,6 @@ class ModelNetwork:
     known: Tensor | None = None
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, None]:
-        """See `Network`."""
         slots = seat.slots(tokens.shape[1])
         pass_masks = PassMasks.chain(slots, seat.places.shape[0])
         masks = {kind: pass_masks.mask(sight, self.dtype) for kind, sight in self.kinds.items()}
@@ -128,12 +126,10 @@ class Wish:
 
     @property
     def gamma(self) -> int:
-        """The greatest number of tokens to draft for a text."""
         return max(self.gammas)
 
     @property
     def sampled(self) -> bool:
-        """Whether tokens of any text are sampled."""
         return any(self.temperatures)
 
 
@@ -166,7 +162,6 @@ class GraphKind(NamedTuple):
 
     @property
     def constant(self) -> frozenset[str]:
-        """The names of the sizes that do not vary."""
         return frozenset({"rows"} if self.single else ())
 
 
@@ -191,11 +186,9 @@ class DraftGraphs:
 
     @property
     def made(self) -> frozenset[GraphKind]:
-        """The kinds of graphs that were made so far."""
         return frozenset(self._graphs)
 
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
-        """Draft tokens (rows, gamma), with the law each was drawn from; None if graphs cannot do it."""
         steps = self.steps(wish)
         if self._failed or not room.stores:
             return None
@@ -229,8 +222,6 @@ class DraftGraphs:
         return whole[:1] or [1] * wish.gamma
 
     def _drafted(self, wish: Wish, room: Room, steps: Sequence[int]) -> Drafted:
-        """Draft tokens (rows, gamma or more) by one graph, or by one graph per step."""
-
         def run(inputs: Inputs) -> Drafted:
             (_, width), states, size = inputs[0].shape, inputs[1], inputs[-1].shape[1]
             single, state = self.single_apart and len(wish.fed) == 1, 0 if states is None else states.ndim
@@ -259,7 +250,6 @@ class DraftGraphs:
         )
 
     def _run(self, kind: GraphKind, inputs: Inputs) -> Drafted:
-        """Draft by the graph of this kind, which is made for inputs of these shapes if there is none yet."""
         if kind not in self._graphs:
             step = traced_draft(self.network, kind)
             self._graphs[kind] = Program(recorded(step, inputs, sizes_of_draft(inputs), tried=TRIED))
@@ -269,8 +259,6 @@ class DraftGraphs:
 
 
 def traced_draft(network: Network, kind: GraphKind) -> Callable[..., Drafted]:
-    """Return what graphs of a kind do, as a function of tensors without any state in Python."""
-
     def function(*graph_inputs: Any) -> Drafted:
         equate(sizes_of_draft(graph_inputs))
         return draft(lambda inputs: _step(network, kind, inputs), kind.size, graph_inputs)
@@ -344,7 +332,6 @@ class DraftsInGraphs(Protocol):
 
 
 def describe(kind: GraphKind) -> str:
-    """Return a description of a graph's drafts in words."""
     how, served = "sampled" if kind.sampled else "greedy", "one text" if kind.single else "batches"
     return f"{how} chains of {kind.size} tokens" if kind.size > 1 else f"{how} drafts of {served}, {kind.width} fed"
 

@@ -100,7 +100,6 @@ class Fused:
         self._failed = False
 
     def __call__(self, inputs: Sequence[Any], sizes: Sizes) -> Any:
-        """Run the function on inputs, the dimensions of which are named by `sizes`."""
         if self._failed:
             return self._function(*inputs)
         try:
@@ -111,7 +110,6 @@ class Fused:
             return self._function(*inputs)
 
     def _run(self, inputs: Sequence[Any], sizes: Sizes) -> Any:
-        """Run the compiled function, which is compiled at the first call."""
         if self._graph is None:
             GRAPHS.compiled += 1
             self._on_graph()

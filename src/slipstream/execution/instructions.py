@@ -56,8 +56,6 @@ CHANGING = {"alpha": 1, "rounding_mode": None, "decimals": 0}
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:
-    """Return a decorator that enters a function as the handler of these operators."""
-
     def enter(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names, handler))
         return handler

@@ -24,7 +24,6 @@ class Sight:
 
     @property
     def limited(self) -> bool:
-        """Whether the layer attends to a part of the text only."""
         return bool(self.window or self.chunk)
 
     def within(self, window: int, sinks: int) -> Sight:

@@ -35,7 +35,6 @@ class Native:
     def run(
         self, work: Pass, stores: Stores, places: Places = (), watching: Watching | None = None, logits: bool = True
     ) -> PassResult | None:
-        """See `Execution`."""
         if self.fault or not stores:
             return None
         work = _settled(work)
@@ -53,7 +52,6 @@ class Native:
         return PassResult(outputs[0], dict(zip(places, outputs[1:], strict=True)))
 
     def of(self, model: PreTrainedModel, name: str) -> Native:
-        """See `Execution`."""
         return Native(model, name)
 
     def _recorded(
@@ -82,6 +80,5 @@ class Native:
 
 
 def _settled(work: Pass) -> Pass:
-    """Return the pass with integers that lie side by side in memory."""
     tokens, positions, slots = (part.contiguous() for part in (work.tokens, work.positions, work.slots))
     return replace(work, tokens=tokens, positions=positions, slots=slots)

@@ -42,7 +42,6 @@ class Cross:
         return [store.read(self.mask.shape[-1]) for store in self.stores]
 
     def to(self, device: torch.device) -> Cross:
-        """Return these inputs on a device, where the stores are already."""
         return replace(self, mask=self.mask.to(device), back=None if self.back is None else self.back.to(device))
 
 
@@ -68,7 +67,6 @@ class Pass:
 
     @property
     def end(self) -> int:
-        """The number of slots that the masks cover."""
         return next(iter(self.masks.values())).shape[-1]
 
     @property
@@ -77,7 +75,6 @@ class Pass:
         return {} if self.cross is None else {"cross": self.cross}
 
     def to(self, device: torch.device) -> Pass:
-        """Return this pass on a device."""
         if self.slots.device == device:
             return self
         positions, slots = self.positions.to(device), self.slots.to(device)
@@ -202,7 +199,6 @@ def forward_showing(
 
 
 def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:
-    """Return the tensors of stores with names of their varying dimensions: rows, and `slots`."""
     return [(tensor, {0: "rows", 2: slots}) for store in stores for tensor in store]
 
 

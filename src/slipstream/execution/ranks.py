@@ -154,7 +154,6 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -166,7 +165,6 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """The number of the last message."""
         return self._count
 
     def tell(self, message: object) -> int:
@@ -175,7 +173,6 @@ class Ranks:
         return self._send(message)
 
     def _send(self, message: object) -> int:
-        """Send a message to all connected ranks -> its number. Raises RankLost if one of them is gone."""
         content = _written(message)
         for connection in self._connections.values():
             try:
@@ -264,7 +261,6 @@ class Ranks:
         raise RankLost(self._lost) from cause
 
     def _why(self, gone: Sequence[int], cause: BaseException | None) -> str:
-        """Return a sentence that says why the ranks cannot go on, with their own faults if they reported any."""
         if self._reads_failures():
             return "; ".join(f"rank {rank} has failed: {text}" for rank, text in sorted(self._failures.items()))
         lines = [] if cause is None or isinstance(cause, EOFError) else str(cause).strip().splitlines()
@@ -274,7 +270,6 @@ class Ranks:
         return f"{what} before all was done{reason}, so this job cannot go on: start it again."
 
     def _reads_failures(self) -> bool:
-        """Read the faults that ranks have reported since the last call -> whether any has failed."""
         for rank, connection in self._connections.items() if self.leads else ():
             with suppress(EOFError, OSError), self._reading:
                 while connection.poll():
@@ -356,6 +351,5 @@ def _written(message: object) -> bytes:
 
 
 def _answer(connection: Connection) -> tuple[int, str]:
-    """Receive the number of a message, and the fault that a rank had with it (empty for none)."""
     number, _, fault = connection.recv_bytes().decode().partition(" ")
     return int(number), fault

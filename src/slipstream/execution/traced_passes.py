@@ -15,13 +15,11 @@ from slipstream.execution.passes import Cross, Parts, Pass, Places, forward_show
 
 
 def tensors_of_pass(work: Pass, stores: Stores) -> tuple[Any, ...]:
-    """Return the inputs of a traced pass, in their order."""
     cross = (work.cross.stores, work.cross.mask, work.cross.back) if work.cross else None
     return work.tokens, work.positions, work.slots, work.masks, stores, cross
 
 
 def traced_pass(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
-    """Return a model's pass as a function of tensors alone."""
     call = with_cache(model)
 
     def function(
@@ -40,7 +38,6 @@ def constant_sizes(work: Pass) -> frozenset[str]:
 
 
 def sizes_of_pass(work: Pass, stores: Stores) -> list[tuple[Tensor, dict[int, str]]]:
-    """Return the tensors of a pass with names of their varying dimensions."""
     cross = [(work.cross.mask, {0: "rows", 3: "source"})] if work.cross else []
     if work.cross and work.cross.back is not None:
         cross.append((work.cross.back, {0: "rows", 1: "new", 2: "end"}))

@@ -47,7 +47,6 @@ class Encoding:
         return self._closed + self._opened
 
     def write(self, text: str) -> None:
-        """Append to the text, and encode its end again."""
         if not text:
             return
         self.text += text
@@ -104,7 +103,6 @@ class RetokenizedRow:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens of the row so far, in the draft's vocabulary."""
         return [*self._before, *self._encoding.ids, *(token for token in self._held if token != ABSENT)]
 
     @property
@@ -135,7 +133,6 @@ class RetokenizedRow:
         self._encoding.write(text)
 
     def _complete(self, token: int, piece: bytes) -> str:
-        """Add the bytes of a token -> the characters that it completes."""
         if not self._begun and self._target.strips:
             piece = piece.removeprefix(b" ")
         self._begun = True

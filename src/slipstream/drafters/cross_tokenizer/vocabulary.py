@@ -64,7 +64,6 @@ class Vocabulary:
         return b"".join(takewhile(lambda piece: piece is not None, map(self.piece, tokens)))  # type: ignore[arg-type]
 
     def piece(self, token: int) -> bytes | None:
-        """Return the bytes that a token writes; None for special tokens and ids without a token."""
         return self.pieces[token] if token < len(self.pieces) else None
 
     def role(self, name: str) -> int | None:

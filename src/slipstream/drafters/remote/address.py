@@ -45,7 +45,6 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """The server's address in the form that users write."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 

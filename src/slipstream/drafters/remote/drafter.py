@@ -109,7 +109,6 @@ class RemoteDrafter(Drafter):
         return self._draft(rows, dict(zip(places, answer, strict=True)))
 
     def observe(self, round: Round) -> None:
-        """Count the reasons for missing drafts, and close ended rows; the next request sends what was accepted."""
         for row, reason in self._missed:
             row.stats.undrafted[reason] = row.stats.undrafted.get(reason, 0) + 1
         self._missed = []
@@ -120,7 +119,6 @@ class RemoteDrafter(Drafter):
     def _answer(
         self, context: Context, places: Sequence[int], gammas: Sequence[int], known: tuple[int, Sequence[Frame]]
     ) -> list[DraftRow] | Missed:
-        """Request drafts for some of the rows -> a draft for each, or the reason why there is none."""
         generation, frames, asks = known[0], list(known[1]), list[AskRow]()
         sequence, drawn = next(self._sequences), self._drawn(context, gammas)
         for place in places:
@@ -248,7 +246,6 @@ def _chances(context: Context, key: Key, positions: int) -> list[list[float] | N
 
 
 def _moved(key: Key, tokens: Sequence[int]) -> Key:
-    """Return the key of a round that begins `tokens[r]` tokens later in row r."""
     origins = tuple(origin + more for origin, more in zip(key.origins, tokens, strict=True))
     positions = tuple(position + more for position, more in zip(key.positions, tokens, strict=True))
     return replace(key, origins=origins, positions=positions)

@@ -61,7 +61,6 @@ class VocabularySketch:
 
     @staticmethod
     def read(frame: Frame) -> VocabularySketch:
-        """Read a vocabulary from a frame. Raises FrameError if it has none."""
         sketch = frame.values.get("sketch")
         if not isinstance(sketch, list) or len(sketch) > 4096 or not all(isinstance(each, str) for each in sketch):
             raise FrameError("a vocabulary has no sketch")
@@ -104,7 +103,6 @@ def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> Vocabu
 
 
 def vouch(kind: FrameType, key: bytes, side: str, nonces: Sequence[str], vocabulary: VocabularySketch) -> Frame:
-    """Return the frame with which one side sends its vocabulary and the HMAC that proves its key."""
     return Frame(kind, 0, {**vocabulary.values(), "nonce": nonces[-1], "proof": proof(key, side, nonces, vocabulary)})
 
 

@@ -187,7 +187,6 @@ class DraftConnection:
         self._end()
 
     def _send(self, generation: int, frames: Sequence[Frame]) -> bool:
-        """Queue frames for the connection `generation` -> whether that was possible."""
         try:
             data = b"".join(map(encode, frames))
             self._loop.call_soon_threadsafe(self._task.write, generation, data)
@@ -241,7 +240,6 @@ class _Task:
         self.drop()
 
     def drop(self) -> None:
-        """Close the present connection at once."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -278,7 +276,6 @@ class _Task:
                 await asyncio.wait_for(writer.wait_closed(), 1)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Exchange greetings and proofs of the key, and compare vocabularies -> the name of the server's draft."""
         hello = await read_frame(reader, GREETING)
         nonces = [hello.text("nonce", 64), nonce()]
         writer.write(encode(vouch(FrameType.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
@@ -336,7 +333,6 @@ class _Task:
 
 
 def _why(error: Exception) -> str:
-    """Return the reason for a lost connection, as a part of a sentence."""
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection ended in the middle of a frame" if error.partial else "the server closed the connection"
     if isinstance(error, TimeoutError):

@@ -64,7 +64,6 @@ class OpenRow:
 
     @staticmethod
     def read(frame: Frame, vocab: int) -> OpenRow:
-        """Read the message from a frame. Raises FrameError for impossible values."""
         text, source = (tuple(_ids(frame.array(place, "i"), vocab)) for place in (0, 1))
         sampling = frame.values.get("sampling")
         if not text or not isinstance(sampling, dict):

@@ -49,7 +49,6 @@ class Prompt:
 
     @property
     def shown_as_it_is(self) -> bool:
-        """Whether `generate` passes the text and nothing else."""
         return not self.head and not self.hidden
 
 
@@ -67,7 +66,6 @@ class _InBatch:
     ours: bool  # known to take any text; other processors are not called with texts that generate would never pass
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Process scores (1, vocab) for input_ids (1, length) -> scores (1, vocab)."""
         ids = self.batch.shown(self.row, input_ids)
         if not self.ours and self.batch.is_over(ids):
             return scores
@@ -87,7 +85,6 @@ class _Record:
         self.seen: dict[int, Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Store the scores (1, vocab) by the length of input_ids (1, length) -> the same scores."""
         self.seen[input_ids.shape[1]] = scores.float()
         return scores
 
@@ -163,7 +160,6 @@ class Batch:
         return _InBatch(own, self, row, 1 if alone else len(self.prompts), known)
 
     def _stop(self, row: int) -> Callable[[list[int]], str | None]:
-        """Return a function that tells whether a text of this row ends, by the stopping criteria of `generate`."""
         rows, criteria = len(self.prompts), cast(Any, self.criteria)
         start = len(self.prompts[row].tokens)
 

@@ -26,7 +26,6 @@ NO_SCORE = -1e9
 
 
 def beams_of(config: Any) -> Beams | None:
-    """Return the beam search that a generation config requests; None if it has one beam."""
     if not config.num_beams or config.num_beams == 1:
         return None
     texts, sampled = config.num_return_sequences or 1, bool(config.do_sample)

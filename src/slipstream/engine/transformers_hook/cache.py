@@ -110,7 +110,6 @@ class Continued:
 
     @property
     def source_form(self) -> SourceForm | None:
-        """None: there is no encoder."""
         return self.scorer.source_form
 
     @property
@@ -127,7 +126,6 @@ class Continued:
             self._before.append(self._unseen[place])
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed the tokens of texts that are beyond the prompt."""
         self.scorer.prefill(texts, first)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
@@ -140,29 +138,23 @@ class Continued:
         return torch.cat([known, self.scorer.extend(tokens[:, 1:], [count - 1 for count in counts], first, tree)], 1)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of each text."""
         self.scorer.rollback([length + before for length, before in zip(lengths, self._before, strict=True)])
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows."""
         self.scorer.fork(rows)
         self._before += [self._before[row] for row in rows]
 
     def scrub(self) -> None:
-        """Zero what rolled-back tokens left in the cache."""
         self.scorer.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the accepted tokens of a tree together."""
         self.scorer.keep([start + before for start, before in zip(starts, self._before, strict=True)], paths)
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         self.scorer.free(rows)
         self._before = [before for row, before in enumerate(self._before) if row not in set(rows)]
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Fix the shape of passes; see `protocols.Scorer`."""
         self.scorer.fix_shape(shape)
 
 

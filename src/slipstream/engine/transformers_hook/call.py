@@ -74,7 +74,6 @@ def _frames() -> Iterator[FrameType]:
 
 
 def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> None:
-    """Raise ValueError for models and modes of decoding that are not supported."""
     if model.config.is_encoder_decoder:
         raise ValueError("custom_generate needs a causal language model, but this one is an encoder-decoder.")
     if is_sharded(model):
@@ -99,7 +98,6 @@ def refuse_mode(model: PreTrainedModel, config: Any, call: dict[str, Any]) -> No
 
 
 def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for model inputs and processors that cannot be honoured."""
     input_names = {name for name, value in model_kwargs.items() if value is not None and value is not False}
     if extra := sorted(input_names - HARMLESS):
         raise ValueError(

@@ -150,14 +150,12 @@ class CustomGenerate:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset everything that depends on a model: the loaded draft, both Scorers, and what the controller learned."""
         self._loaded: PreTrainedModel | None = None
         self._scorers: tuple[CausalScorer, CausalScorer] | None = None
         self._made_for: tuple[Any, ...] = ()
         self._busy, self._experience = threading.Lock(), Experience()
 
     def _draft(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the draft model; one given by name is loaded at the first call, with the target's dtype and device."""
         if isinstance(self._source, PreTrainedModel):
             return self._source
         if self._loaded is None:
@@ -194,7 +192,6 @@ class CustomGenerate:
         return batch.result(rows, sequences, read and read.cache)
 
     def _seed_of(self, config: Any) -> int:
-        """Return the seed of a call: the fixed one, or for sampling one from torch's global generator."""
         if self._seed is not None:
             return self._seed
         # Greedy decoding must not advance the generator: `generate` would not either.
