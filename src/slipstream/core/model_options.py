@@ -28,6 +28,8 @@ DRAFTS = (
 )
 """The forms of drafts besides names of models, for users; the table is `drafters.kinds.KINDS`."""
 
+MORE = "(docs/drafts.md). Or --draft-model. Without: the one declared for the target, else plain."
+
 
 def model_option(default: Any, group: str, help: str, metavar: str = "", kind: Any = str, **rest: Any) -> Any:
     return option(default, help, metavar=metavar, kind=kind, group=group, **rest)
@@ -41,46 +43,42 @@ class ModelOptions:
     """
 
     target: Any = model_option(
-        None, "pair", "Hub name, folder, .gguf file, or smollm2 (or --model). Without: the embedded pair.", "MODEL"
+        *(None, "pair", "Hub name, folder, .gguf file, or smollm2 (or --model). Without: the embedded pair.", "MODEL")
     )
     draft: Any = model_option(
-        None,
-        "pair",
-        f"Hub name or folder, {', '.join(DRAFTS)}; chains 'a>b', choices 'a|b' and 'a||b' (docs/drafts.md). Or "
-        "--draft-model. Without: the one declared for the target, else plain.",
-        "DRAFT",
+        *(
+            None,
+            "pair",
+            f"Hub name or folder, {', '.join(DRAFTS)}; chains 'a>b', choices 'a|b' and 'a||b' {MORE}",
+            "DRAFT",
+        ),
         changes=False,
     )
     gamma: Any = model_option(
-        None,
-        "rounds",
-        "Tokens drafted per round (or --num-speculative-tokens); auto: as many as pay.",
-        "N|auto",
-        int | str,
+        *(None, "rounds", "Tokens drafted per round (or --num-speculative-tokens); auto: as many as pay.", "N|auto"),
+        kind=int | str,
         changes=False,
     )
     tree: Sequence[int] | None = model_option(
-        None, "tree", "Candidates per level instead of a chain, e.g. 3,2,1.", "K,K,..", tuple[int, ...], changes=False
+        *(None, "tree", "Candidates per level instead of a chain, e.g. 3,2,1.", "K,K,..", tuple[int, ...]),
+        changes=False,
     )
     verify: Any = model_option(
-        None,
-        "rounds",
+        *(None, "rounds"),
         "token, block, match, coupled (a seed's text is the same with any draft), gbv:K (K paths a round), lenient:L.",
         "RULE",
     )
     plan: Any = model_option(None, "plan", "A plan of `slipstream plan`; options given here come first.", "FILE")
     exact_shape: bool = model_option(
-        False, "shape", "Run the target in one shape: same bits with and without a draft.", "", bool, changes=False
+        *(False, "shape", "Run the target in one shape: same bits with and without a draft.", "", bool), changes=False
     )
     task: Any = model_option(
-        None,
-        "task",
+        *(None, "task"),
         "Of an encoder-decoder: translation_en_to_de, 'eng_Latn>deu_Latn', or text before each source, 'summarize: '.",
         "TASK",
     )
     compile: bool = model_option(
-        *(False, "compile", "Capture passes as graphs first (GPU); pack a loaded model (CPU).", "", bool),
-        changes=False,
+        *(False, "compile", "Capture passes as graphs first (GPU); pack a loaded model (CPU).", "", bool), changes=False
     )
     batch_size: int = model_option(
         *(8, "rows", "Prompts that run together.", "N", int), words="at least 1", bounds="[1, inf)", changes=False
@@ -93,23 +91,21 @@ class ModelOptions:
     )
     dtype: Any = model_option("auto", "target", "Of the weights: auto, float32, bfloat16 or float16.", "NAME", DTYPES)
     device: str | None = model_option(
-        None,
-        "target",
-        "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.",
-        "NAME",
+        *(None, "target", "cpu, cuda, cuda:1, mps ... Without: a GPU if there is one.", "NAME"),
         changes=False,
         one_piece="every rank takes the device of its own number",
     )
     quantize: Any = model_option(
-        None,
-        "target",
-        "int8 or int4: the target's weights, which makes another model (or --draft int4, exact).",
-        "NAME",
+        *(
+            None,
+            "target",
+            "int8 or int4: the target's weights, which makes another model (or --draft int4, exact).",
+            "NAME",
+        ),
         one_piece="its kernels are for models in one piece",
     )
     activations: str | None = model_option(
-        None,
-        "target",
+        *(None, "target"),
         "Of a quantized checkpoint: int8 rounds the inputs of its layers (as llama.cpp does), float leaves them.",
         "NAME",
         Literal["int8", "float"],
@@ -121,34 +117,21 @@ class ModelOptions:
         None, "target", "A LoRA adapter, merged into the target's weights: a folder or hub name.", "DIR"
     )
     kv_dtype: str | None = model_option(
-        None,
-        "target",
-        "Of the target's cache: int8 halves it, which makes another model.",
-        "NAME",
-        Literal["int8"],
+        *(None, "target", "Of the target's cache: int8 halves it, which makes another model.", "NAME", Literal["int8"]),
         one_piece="every rank keeps the type of its part",
     )
     encoder_dtype: Any = model_option(
-        None,
-        "target",
-        "Of an encoder-decoder's encoder alone. Without: as --dtype.",
-        "NAME",
-        FLOATS,
+        *(None, "target", "Of an encoder-decoder's encoder alone. Without: as --dtype.", "NAME", FLOATS),
         one_piece="every rank reads its part in one dtype",
     )
     device_map: Any = model_option(
-        None,
-        "target",
-        "Spread the target's layers over devices: auto, balanced, or {layers: device}.",
-        "NAME|JSON",
-        DEVICES,
+        *(None, "target", "Spread the target's layers over devices: auto, balanced, or {layers: device}.", "NAME|JSON"),
+        kind=DEVICES,
         changes=False,
         one_piece="a model is either divided or spread",
     )
     tp_plan: Any = model_option(
-        None,
-        "target",
-        "Divide the target among the processes that torchrun starts.",
+        *(None, "target", "Divide the target among the processes that torchrun starts."),
         kind=RANKS,
         flag="--tensor-parallel",
         changes=False,
@@ -157,7 +140,7 @@ class ModelOptions:
         None, "target", "Of the model, for what a call leaves out: auto (its own), none or a folder.", "auto|none|DIR"
     )
     trust_remote_code: bool = model_option(
-        False, "target", "Run Python code that comes with the target: read it first.", "", bool, changes=False
+        *(False, "target", "Run Python code that comes with the target: read it first.", "", bool), changes=False
     )
     tokenizer: Any = None
     processor: Any = None
@@ -182,14 +165,8 @@ class ModelOptions:
 
     def for_target(self) -> dict[str, Any]:
         """Return the further arguments of `load_model` for the target."""
-        apart = (
-            "dtype",
-            "device",
-            "quantize",
-            "kv_dtype",
-            "tp_plan",
-            "generation_config",
-        )  # which the draft has too, or others than `load_model` read
+        # Without those that the draft has too, or that others than `load_model` read.
+        apart = ("dtype", "device", "quantize", "kv_dtype", "tp_plan", "generation_config")
         target = {name: value for name, value in self.given("target").items() if name not in apart}
         return {**target, **self.from_pretrained}
 
@@ -200,9 +177,8 @@ MODEL_OPTIONS = declared(ModelOptions)
 
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return the signature of a function with the options by their names in place of `**options`."""
-    own = [
-        each for each in signature(function, eval_str=True).parameters.values() if each.kind != Parameter.VAR_KEYWORD
-    ]
+    given = signature(function, eval_str=True).parameters.values()
+    own = [each for each in given if each.kind != Parameter.VAR_KEYWORD]
     more = [each for each in fields(ModelOptions) if each.name not in ("target", "draft", "from_pretrained")]
     named = [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in more]
     return Signature([*own, *named, Parameter("from_pretrained", Parameter.VAR_KEYWORD)])
