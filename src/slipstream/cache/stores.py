@@ -38,10 +38,7 @@ class FloatStore(NamedTuple):
 
 
 class Int8Store(NamedTuple):
-    """Keys and values of a layer as whole numbers of 8 bits, with a scale for each head of each token.
-
-    The scales have the type of the model.
-    """
+    """Keys and values of a layer in 8 bits, with a scale, of the model's type, for each head of each token."""
 
     key_codes: Tensor
     key_scales: Tensor

@@ -88,10 +88,7 @@ _STEP = 0x9E3779B97F4A7C15  # the golden ratio, splitmix64's increment
 
 
 def request_key(prompt: Sequence[int], copy: int = 0) -> int:
-    """Return the number of a request in the keys of its draws: a hash of its prompt and of which copy of it this is.
-
-    So equal prompts in one call differ, and a prompt's output does not depend on what it is batched with.
-    """
+    """Return a hash of a prompt and of which copy of it this is: the same, whatever else is in the batch."""
     digest = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8, salt=copy.to_bytes(8))
     return int.from_bytes(digest.digest())
 
@@ -136,10 +133,7 @@ class SameForAllRows:
 
 @dataclass(frozen=True)
 class Inversion(SameForAllRows):
-    """Draws by inverting the cumulative weights of a law, at uniform numbers that only this key has.
-
-    The total of the weights may differ from one (rounding, coins). A token of weight zero is never drawn.
-    """
+    """Draws by inverting the cumulative weights of a law, whatever their total, at numbers that only this key has."""
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         if law.point:

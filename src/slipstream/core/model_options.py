@@ -37,10 +37,7 @@ def model_option(default: Any, group: str, help: str, metavar: str = "", kind: A
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A target, a draft, and how they are loaded: the arguments of `load`, options of commands, and a part of a plan.
-
-    `from_pretrained` are further arguments of transformers, for the target.
-    """
+    """A target, a draft, and how they are loaded; `from_pretrained` are further arguments of transformers."""
 
     target: Any = model_option(
         *(None, "pair", "Hub name, folder, .gguf file, or smollm2 (or --model). Without: the embedded pair.", "MODEL")

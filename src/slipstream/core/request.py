@@ -21,10 +21,7 @@ from slipstream.core.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The tokens before each position, for samplers that depend on them.
-
-    Position j of a row comes after the row's own tokens and the `drafted` (rows, n) tokens that `paths[j]` names.
-    """
+    """The tokens before each position: the row's own, and the `drafted` (rows, n) ones that `paths[j]` names."""
 
     drafted: Tensor
     paths: Sequence[Sequence[int]]
@@ -108,10 +105,7 @@ class Request:
     prompt_logprobs: int | None = None
 
     def finish_reason(self, tokens: list[int], room: int) -> str | None:
-        """Return the reason for which plain decoding would end a text with these tokens; None if it goes on.
-
-        `room` is the number of tokens that may still be emitted.
-        """
+        """Return why plain decoding would end a text with these tokens and `room` for more; None if it goes on."""
         if tokens[-1] in self.eos:
             return "stop"
         if self.stop and (reason := self.stop(tokens)):
@@ -121,10 +115,7 @@ class Request:
 
 @dataclass(eq=False)
 class Row:
-    """A request in progress: `tokens` are prompt and output; the last one is pending, not yet in any cache.
-
-    Rows are told apart by identity, so that what is known of one can be kept in a dictionary.
-    """
+    """A request in progress, told apart by identity. The last token is pending, not yet in any cache."""
 
     request: Request
     index: int  # the place of the request in its list

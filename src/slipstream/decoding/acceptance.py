@@ -227,10 +227,7 @@ def leading(passed: Tensor, draft: Draft) -> Tensor:
 
 
 def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = None) -> Law:
-    """Return the law of the token after the accepted ones: the residual after a refusal, p where all stand.
-
-    `weight` (rows, 1) is the b of block verification.
-    """
+    """Return the law after the accepted tokens: the residual, with block's b as `weight`, or p where all stand."""
     if p.tokens is not None:
         return Law(tokens=p.tokens.gather(1, accepted[:, None]))
     assert draft.law is not None

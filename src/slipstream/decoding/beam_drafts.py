@@ -44,10 +44,7 @@ class BeamDrafts(ABC):
 
 
 def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
-    """Return the proposer for a drafter, with `extra` beams beyond the target's.
-
-    Raises ValueError for a drafter that needs more than tokens, such as hidden states.
-    """
+    """Return the proposer for a drafter, with `extra` beams beyond the target's, if tokens are all it needs."""
     traits = Traits.of(drafter)
     if traits.model is not None:
         refuse_states(traits.model)

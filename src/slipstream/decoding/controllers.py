@@ -64,10 +64,7 @@ class Planned(Controller):
 
 
 def controller(gamma: int | str | Controller, most: int | None = None) -> Controller:
-    """Convert a user's gamma to a controller: a number, "auto", or a controller as it is; `most` limits "auto".
-
-    Raises ValueError for anything else.
-    """
+    """Convert a user's gamma to a controller: a number, "auto", or a controller as it is; `most` limits "auto"."""
     if gamma == "auto":
         return Adaptive() if most is None else Adaptive(most)
     if is_whole(gamma):

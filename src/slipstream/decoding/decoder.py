@@ -50,10 +50,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parts with which requests are decoded. Target, drafter and their caches serve one `Scheduler` at a time.
-
-    Decoders that `dataclasses.replace` makes of each other share their `experience`.
-    """
+    """The parts with which requests are decoded, by one `Scheduler` at a time; copies share their `experience`."""
 
     target: Scorer
     drafter: Drafter = field(default_factory=NoDraft)

@@ -79,10 +79,7 @@ class PromptReader:
         return [row for group in self.groups for row in group.rows]
 
     def add(self, row: Row) -> None:
-        """Begin to read the text of a row, or add the row to an equal text that is being read.
-
-        An encoder reads the source at once; that counts as prefill of the row.
-        """
+        """Begin to read the text of a row, or add the row to an equal text that is being read."""
         twin = next((group for group in self.groups if group.equals(row)), None)
         if twin:
             twin.rows.append(row)

@@ -74,10 +74,7 @@ class Scheduler:
         return self._reader.rows
 
     def add(self, request: Request, number: int | None = None) -> Row:
-        """Queue a request -> its row, which grows as rounds are played and has a `finish_reason` once it has ended.
-
-        `number` becomes the row's index; without one, rows are counted from 0. Raises ValueError as `check` does.
-        """
+        """Queue a request -> its row, which grows as rounds are played. Its index is `number`, or counted from 0."""
         number = next(self._numbers) if number is None else number
         self.check(request, number)
         row = Row(request, number, list(request.prompt))

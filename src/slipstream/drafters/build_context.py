@@ -35,10 +35,7 @@ class BuildContext:
     waits: bool = False
 
     def kept_tokens(self, wanted: FrequentTokens | None) -> Tensor | None:
-        """Return the ids (n,) of the tokens to which a draft's head is cut; None if it is not cut.
-
-        Raises ValueError if there are no counts for this target, or too few tokens for the tree.
-        """
+        """Return the ids (n,) of the tokens to which a draft's head is cut; None if it is not cut."""
         if wanted is None:
             return None
         kept, note = wanted.choose(self.target.name, self.target.vocab, self.tokenizer)

@@ -38,10 +38,7 @@ class ChainDrafter:
     """
 
     def __init__(self, scorer: Scorer, inner: Drafter, vocab: int | None = None, gamma: int = 3) -> None:
-        """Make the drafter of a model and its `inner` drafter; `vocab` is the size of the target's logits.
-
-        Raises ValueError for a gamma below 1.
-        """
+        """Make the drafter of a model and its `inner` drafter; `vocab` is the size of the target's logits."""
         if gamma < 1:
             raise ValueError(f"gamma={gamma} is not possible within a chain of drafts: it must be 1 or more.")
         self.scorer, self.inner, self.gamma = scorer, inner, gamma

@@ -42,10 +42,7 @@ class HeadDrafter:
 
 
 class DFlashDrafter:
-    """Drafts up to a block of tokens from one call of a DFlash network; their laws do not depend on each other.
-
-    Like `HeadDrafter`, it works for one target, and rows without recorded states of that target get no draft.
-    """
+    """Drafts like `HeadDrafter`, but up to a block of tokens in one call, whose laws do not depend on each other."""
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
         """Raises ValueError if the target records no hidden states, or not those that the network reads."""

@@ -50,10 +50,7 @@ class Choice:
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
-    """Merge drafts of the same rows, of which at most one has tokens for a row, into one draft.
-
-    Point masses become dense laws if any of the laws is dense.
-    """
+    """Merge drafts of the same rows, of which at most one has tokens for a row; point masses may become dense."""
     full = [draft for draft in drafts if any(draft.lengths)]
     if len(full) < 2:
         return full[0] if full else drafts[0]
@@ -158,10 +155,7 @@ class Bandit:
     def __init__(
         self, drafters: Sequence[Drafter], settings: Ucb | None = None, clock: Callable[[Round], float] | None = None
     ) -> None:
-        """Make a choice by speed; `clock` returns the seconds of a round (None: those that were measured).
-
-        Raises ValueError as `Choice` does.
-        """
+        """Make a choice by speed; `clock` returns the seconds of a round (None: those that were measured)."""
         self.drafters = _checked(drafters)
         self.traits = Traits(scorers_among(drafters), drafters=self.drafters)
         self.settings = settings or Ucb()

@@ -52,10 +52,7 @@ class CopyingDrafter(Drafter, Generic[T]):
 
 
 def source_tokens(row: Row, vocab: int) -> tuple[int, ...]:
-    """Return the tokens of the row's source, to copy from; empty without an encoder.
-
-    It is also empty if the source has ids outside the decoder's vocabulary of `vocab` tokens.
-    """
+    """Return the tokens of the row's source to copy from, none if they are not of the decoder's vocabulary."""
     source = row.request.source
     return source if isinstance(source, tuple) and max(source) < vocab else ()
 

@@ -26,10 +26,7 @@ KIND = TensorFileKind(
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How often a target wrote each of its tokens: `counts` (vocab,).
-
-    `texts` is the number of texts, `target` the model's name, and `tokenizer` its tokenizer's fingerprint, or empty.
-    """
+    """How often a target wrote each of its tokens, `counts` (vocab,), in how many `texts`, by which `tokenizer`."""
 
     counts: Tensor
     texts: int
@@ -51,10 +48,7 @@ class TokenCounts:
         return int((self.counts > 0).sum())
 
     def most_frequent(self, size: int) -> Tensor:
-        """Return the ids (size,) of the most frequent tokens, in ascending order.
-
-        Ties go to the lowest ids, which tokenizers give to the most frequent pieces of their own training text.
-        """
+        """Return the ids (size,) of the most frequent tokens, ascending; ties go to the lowest, as in tokenizers."""
         return self.counts.argsort(descending=True, stable=True)[:size].sort().values
 
     def share(self, kept: Tensor) -> float:
@@ -96,10 +90,7 @@ class FrequentTokens:
         return FrequentTokens(int(size), file or None)
 
     def choose(self, target: str, vocab: int, tokenizer: Any) -> tuple[Tensor, str]:
-        """Return the ids (n,) of the tokens for a target, in ascending order, and a sentence about them for the user.
-
-        Raises ValueError if there are no counts, or counts of another vocabulary.
-        """
+        """Return the ids (n,) of the tokens for a target, in ascending order, and a sentence about them."""
         path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
         if self.file is None and not path.is_file():
             raise ValueError(

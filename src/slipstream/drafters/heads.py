@@ -97,16 +97,10 @@ class ParallelHeads(nn.Module):
 
 
 class HeadsDrafter(Drafter):
-    """Drafts up to one token per head, all from one hidden state of the target, with the request's own settings.
-
-    Rows without recorded states of the target get no draft, such as rows of one token.
-    """
+    """Drafts up to one token per head from one hidden state of the target; none for rows without recorded states."""
 
     def __init__(self, target: HasModel, heads: ParallelHeads, kept: Tensor | None = None) -> None:
-        """Make the drafter of a target's heads; if the ids `kept` (n,) are given, only these tokens are drafted.
-
-        Raises ValueError if the heads were made for hidden states of another size, or the target records none.
-        """
+        """Make the drafter of a target's heads; if the ids `kept` (n,) are given, only these are drafted."""
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         model, own = target.model, heads.sizes

@@ -52,10 +52,7 @@ AScorer = TypeVar("AScorer")
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A kind of draft: the form of its specification, a description, its builder, and the types of its options.
-
-    A `form` with a colon needs a value.
-    """
+    """A kind of draft, its builder, and the types of its options; a `form` with a colon needs a value."""
 
     form: str
     about: str
@@ -99,11 +96,7 @@ def build_model(
     ahead: bool | None = None,
     **loading: Any,
 ) -> Drafter:
-    """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`.
-
-    It is loaded as the target was, unless `dtype`, `device` or `quantize` (for its weights alone) are given; it may
-    have an `adapter`.
-    """
+    """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
     tokenizer, kept = find_tokenizer(source, adapter=loading.get("adapter")), context.kept_tokens(draft_vocab)
     dtype, device = loading.pop("dtype", None) or context.dtype, loading.pop("device", None) or context.device
     mode = replace(context.mode, precision=loading.pop("quantize", None))
@@ -183,10 +176,7 @@ def quantized(
     rounding: str = NEAREST,
     draft_vocab: FrequentTokens | None = None,
 ) -> Drafter:
-    """Build the drafter of the target's quantized weights, which runs on the target's own cache where possible.
-
-    An encoder-decoder, a draft of trees and a draft that is itself drafted for get a cache of their own.
-    """
+    """Build the drafter of the target's quantized weights, on its cache unless it needs one of its own."""
     target, precision = context.target, Precision.named(name, group, rounding)
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")

@@ -24,10 +24,7 @@ class ModelDrafter:
     """
 
     def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
-        """Make the drafter of a model; `vocab` is the size of the target's logits, and greater ids are never drafted.
-
-        `at_once` is as in `Follower`.
-        """
+        """Make the drafter; ids from `vocab` on, the target's size, are never drafted. `at_once` as in `Follower`."""
         self.scorer = scorer
         self.vocab = vocab or scorer.vocab
         self._follower = Follower(scorer, at_once)

@@ -21,10 +21,7 @@ class Offer:
 
 
 def offers(context: BuildContext, drafts: Sequence[str] = (), folder: Path = Path()) -> Iterator[Offer]:
-    """Yield an offer for each draft named.
-
-    Without names, yield all drafts that need no value, the n-gram files of `folder`, and the forms of the other kinds.
-    """
+    """Yield an offer for each draft named; without names, for all that need no value, and the other kinds' forms."""
     ready = [name for name, kind in KINDS.items() if ":" not in kind.form and name != "plain"]
     for draft in drafts or [*ready, *(f"ngram:{file}" for file in sorted(folder.glob("*.ngram")))]:
         yield tried(draft, context)

@@ -27,10 +27,7 @@ from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
 class SameRowsDrafter(Drafter):
-    """Samples a chain of tokens from a Scorer that shares the target's rows, with each request's sampling settings.
-
-    It works only in the decoder of that target.
-    """
+    """Samples a chain of tokens from a Scorer that shares the target's rows, in the decoder of that target."""
 
     def __init__(self, scorer: HasModel) -> None:
         self.scorer = scorer
@@ -38,10 +35,6 @@ class SameRowsDrafter(Drafter):
         self.traits = Traits(model=scorer, on_target_rows=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Sample up to `gammas[r]` tokens per row, each from the law given all before it.
-
-        Raises ValueError if the rows are not those of the target's cache.
-        """
         if not max(gammas, default=0):
             return Draft.empty(len(context.rows), self.scorer.device)
         before = self.scorer.lengths[: len(context.rows)]  # further rows may belong to prompts in prefill

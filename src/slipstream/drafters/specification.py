@@ -90,10 +90,7 @@ def _part(text: str) -> DrafterTerm:
 
 
 def drafter(source: Any, context: BuildContext) -> Drafter:
-    """Build a Drafter for the target of `context` from a specification, a folder, a loaded model or a Drafter.
-
-    Raises ValueError in one sentence if `source` cannot be parsed, loaded, or used with this target.
-    """
+    """Build a Drafter for the target of `context` from a specification, a folder, a loaded model or a Drafter."""
     if isinstance(source, str):
         syntax = parse(source)
         if context.tree and not (isinstance(syntax, DrafterTerm) and syntax.kind in MODELS):
@@ -107,8 +104,7 @@ def drafter(source: Any, context: BuildContext) -> Drafter:
 
 
 def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:
-    """Check a tree of candidates and return its shape. Raises ValueError for an invalid one, without a draft, or with
-    a fixed gamma."""
+    """Check a tree of candidates, which excludes a fixed gamma, and return its shape."""
     if tree is None:
         return None
     shape = tree_shape(tree)
@@ -120,10 +116,7 @@ def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, 
 
 
 def paths_shape(paths: int, depth: int, tree: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the shape of the tree that consists of `paths` independent paths of `depth` tokens.
-
-    Raises ValueError if it is too large, or if another tree is given too.
-    """
+    """Return the shape of the tree that consists of `paths` independent paths of `depth` tokens."""
     if tree is not None:
         raise ValueError(f"verify='gbv:{paths}' drafts {paths} paths, so it cannot have a tree: leave one of them out.")
     return tree_shape((paths, *(1,) * (max(depth, 1) - 1)))

@@ -49,10 +49,7 @@ class AsyncEngine:
     async def generate(
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
     ) -> list[Completion]:
-        """Continue every prompt -> completions in their order; prompts and options as of `Engine.generate`.
-
-        Raises its errors, `queued.QueueFull` if too many texts wait, and `queued.Unavailable` outside `async with`.
-        """
+        """Continue every prompt -> completions in order; prompts, options and errors as of `Engine.generate`."""
         read = read_prompts(prompts)
         if options.get("num_beams") is not None:
             job = await asyncio.to_thread(self.engine.prepare, read, options)

@@ -72,10 +72,7 @@ class Defaults:
 
     @staticmethod
     def of(model: Any, tokenizer: Any, asked: Any) -> Defaults:
-        """Read the generation config of a model ("auto"), none ("none"), another one, or that in a folder.
-
-        Raises ValueError for anything else.
-        """
+        """Read the generation config of a model ("auto"), none ("none"), another one, or that in a folder."""
         config = model.generation_config if asked == NONE else _config(model, asked)
         eos = _eos(config, tokenizer)
         if asked == NONE:
@@ -152,10 +149,7 @@ def _config(model: Any, asked: Any) -> GenerationConfig:
 
 @dataclass(frozen=True)
 class ConfiguredProcessors:
-    """Makes the processors that a generation config asks for by `given`, in transformers' order.
-
-    `eos` are the tokens that end a text, and `most` is its length in tokens at most.
-    """
+    """Makes the processors that a generation config asks for by `given`, for texts of at most so many tokens."""
 
     given: Mapping[str, Any]
     eos: frozenset[int]

@@ -319,10 +319,7 @@ class Engine:
         )
 
     def _self_contained(self, call: Options, template: Request) -> Request:
-        """Return the request with its call's own rule and gamma, for a batch that other calls share.
-
-        Raises ValueError with `exact_shape` and for beam search, whose batch cannot be shared.
-        """
+        """Return the request with its call's own rule and gamma, for a batch that other calls share."""
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         if call.beams is not None:
@@ -347,10 +344,7 @@ class Engine:
         self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
     def choose(self, verify: Rule | str | None) -> Rule:
-        """Return the rule of that name, or the rule itself if one is given; the engine's own for None.
-
-        Raises ValueError for an unknown rule, and for one that needs other drafts than the engine was loaded for.
-        """
+        """Return the rule of that name, or the rule itself if one is given; the engine's own for None."""
         chosen = self.rule if verify is None else rule(verify)
         if chosen.paths not in (None, self.rule.paths):
             raise OptionError(

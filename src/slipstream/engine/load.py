@@ -132,10 +132,7 @@ load.__signature__ = signature_of(load)  # type: ignore[attr-defined]  # with th
 
 
 def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str]]:
-    """Return the processor of images and sounds for a target (None: text only), and notes about media it cannot read.
-
-    Raises ValueError if `processor` is given and the target reads text only, or does not work with it.
-    """
+    """Return the processor of images and sounds for a target (None: text only), and notes about what it cannot read."""
     if not scorer.modalities:
         if processor is not None:
             raise ValueError(f"{scorer.name} reads text only, so it has no use for a processor: leave it out.")

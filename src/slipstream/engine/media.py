@@ -32,10 +32,7 @@ FIELDS = {Modality.IMAGE: "images", Modality.AUDIO: "audio"}
 
 @dataclass(frozen=True)
 class TextWithMedia:
-    """A text prompt with images and sounds, in order.
-
-    Placeholders in the text mark the positions of the media; without any, they are placed before the text.
-    """
+    """A text prompt with images and sounds, in order, at its placeholders, or before a text without any."""
 
     text: str
     images: Sequence[Any] = ()
@@ -48,10 +45,7 @@ class TextWithMedia:
 
 
 def open_medium(modality: Modality, medium: Any, rate: int) -> Any:
-    """Open an image or a sound in any form that users pass -> an RGB image, or samples (n,), `rate` per second.
-
-    Raises ValueError for anything else.
-    """
+    """Open an image or a sound in any form that users pass -> an RGB image, or samples (n,), `rate` per second."""
     return read_sound(medium, rate) if modality is Modality.AUDIO else open_image(medium)
 
 

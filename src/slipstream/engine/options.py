@@ -117,10 +117,7 @@ class Options(CallFields):
 
     @property
     def own_gamma(self) -> int | None:
-        """The gamma of this request alone, for a batch that it shares with others; None if it sets none.
-
-        Raises ValueError for "auto" and controllers, which set the gamma of a whole batch.
-        """
+        """The gamma of this request alone, for a batch that it shares with others; None if it sets none."""
         if self.plain:
             return 0
         if self.gamma is not None and not is_whole(self.gamma):
@@ -133,10 +130,7 @@ class Options(CallFields):
 
 
 def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """Split the options of a call into `Options` and the settings of `Sampling`; None stands for the default.
-
-    Raises TypeError for an unknown option, ValueError for an impossible value.
-    """
+    """Split the options of a call into `Options` and the settings of `Sampling`; None stands for the default."""
     names = {field.name for field in fields(Options)}
     known = sorted({*names, *OPTIONS, "grammar", "processors"})
     if unknown := sorted(arguments.keys() - {*known, *ALIASES}):
@@ -154,10 +148,7 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]
 def sampling(
     settings: Mapping[str, Any], asked: Options, eos: frozenset[int], encoder: Encoder, vocab: int
 ) -> Sampling:
-    """Return the sampling settings of a call, with bad words as token ids and all ids checked against the vocabulary.
-
-    Raises ValueError for impossible settings.
-    """
+    """Return the sampling settings of a call, with bad words as token ids."""
     words, processors = settings.get("bad_words", ()), settings.get("processors", ())
     words = [words] if isinstance(words, str) else listed(words, "bad_words", "it is a list of texts or of ids")
     processors = [processors] if not isinstance(processors, Iterable) else list(processors)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from slipstream.engine.data_urls import data_url
+from slipstream.engine.data_urls import open_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,26 +33,15 @@ def open_image(image: Any, where: str = "an image") -> Image:
         return image.convert("RGB")
     if isinstance(image, np.ndarray | Tensor):
         return _from_array(np.asarray(image), where)
-    if isinstance(image, bytes):
-        return decode(image, where)
-    if isinstance(image, str) and image.startswith("data:"):
-        return decode(data_url(image, where), where)
-    if isinstance(image, str) and image.startswith(("http://", "https://")):
-        raise ValueError(f"{where} is a web address: load it, and pass the file or its bytes.")
-    if not isinstance(image, str | Path):
+    if not isinstance(image, bytes | str | Path):
         kind = type(image).__name__
         raise ValueError(f"{where} is of type {kind}: pass an image of Pillow, a file, a data: URL or an array.")
-    try:
-        return decode(Path(image).expanduser().read_bytes(), where)
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror or error}: {image}.") from error
+    with open_file(image, where) as file:
+        return decode(file.read(), where)
 
 
 def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
-    """Decode the bytes of an image file -> an RGB image.
-
-    Raises ValueError if it is no image, damaged, or has more than `pixels` pixels.
-    """
+    """Decode the bytes of an image file of at most so many pixels -> an RGB image."""
     _needed()
     from PIL import Image as pillow
     from PIL import UnidentifiedImageError

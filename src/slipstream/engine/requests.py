@@ -322,10 +322,7 @@ class Encoder:
             )
 
     def __call__(self, prompt: Prompt) -> tuple[int, ...] | Tensor:
-        """Return the token ids of a prompt; audio features are returned unchanged.
-
-        Raises ValueError if a tokenizer or a chat template is needed and missing.
-        """
+        """Return the token ids of a prompt; audio features are returned unchanged."""
         if isinstance(prompt, Tensor | tuple):
             return prompt
         self._check(modalities(prompt))

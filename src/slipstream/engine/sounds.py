@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from torch import Tensor
 
-from slipstream.engine.data_urls import data_url
+from slipstream.engine.data_urls import open_file
 
 WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
 """The numpy dtype of WAV samples, by their width in bytes."""
@@ -29,10 +29,7 @@ MARGIN = 1
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound of `count` samples, `own` per second, that is read in parts at another `rate`.
-
-    `read` returns the float32 samples in -1 .. 1 from one place to another.
-    """
+    """A sound of `count` samples, `own` per second; `read(first, stop)` returns them as float32, -1 .. 1, at `rate`."""
 
     read: Callable[[int, int], np.ndarray]
     count: int
@@ -76,7 +73,7 @@ def opened(sound: Any, rate: int, longest: float | None = None) -> Iterator[Soun
         return
     if not isinstance(sound, bytes | str | Path):
         raise ValueError(f"the sound is of type {type(sound).__name__}: pass a file, its bytes, or an array.")
-    with _stream(sound) as stream:
+    with open_file(sound, "the sound") as stream:
         try:
             found = _wav(stream, rate)
         except (wave.Error, EOFError):
@@ -87,20 +84,6 @@ def opened(sound: Any, rate: int, longest: float | None = None) -> Iterator[Soun
         if not found.count:
             raise ValueError("the file holds no sound.")
         yield found
-
-
-def _stream(sound: bytes | str | Path) -> BinaryIO:
-    """Open the bytes of a sound, given by path or as a `data:` URL. Raises ValueError for a web address."""
-    if isinstance(sound, bytes):
-        return io.BytesIO(sound)
-    if isinstance(sound, str) and sound.startswith("data:"):
-        return io.BytesIO(data_url(sound, "the sound"))
-    if isinstance(sound, str) and sound.startswith(("http://", "https://")):
-        raise ValueError("the sound is a web address: load it, and pass the file or its bytes.")
-    try:
-        return Path(sound).expanduser().open("rb")
-    except OSError as error:
-        raise ValueError(f"the sound cannot be read: {error.strerror or error}: {sound}.") from error
 
 
 def _wav(stream: BinaryIO, rate: int) -> Sound:

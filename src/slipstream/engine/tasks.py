@@ -24,10 +24,7 @@ class Task:
 
     @staticmethod
     def parse(text: str | None) -> Task:
-        """Read a task as users write it: "eng_Latn>deu_Latn", a prefix or a name.
-
-        A text with > gives languages, one with a colon or a space is a prefix, anything else is a name.
-        """
+        """Read a task as users write it: languages with a >, a prefix with a colon or a space, or a name."""
         if text is None:
             return Task()
         if ">" in text:

@@ -28,10 +28,7 @@ class TextLimit:
         return TextLimit(tokens, max(map(len, tokenizer.get_vocab()), default=1))
 
     def check(self, value: Any, where: str) -> None:
-        """Raise ValueError if the texts in a value together have too many characters.
-
-        They may be nested in lists and dicts; images and sounds, which may be texts too, are left out.
-        """
+        """Raise ValueError if the texts in a value, but images and sounds, together have too many characters."""
         count, left, most = 0, [value], self.tokens * self.longest
         while left:
             each = left.pop()

@@ -27,10 +27,7 @@ TASKS = ("transcribe", "translate")
 
 @dataclass(frozen=True)
 class Transcriber:
-    """Turns sound into windows for a speech model, and its tokens into a transcript.
-
-    `longest` is how many tokens its decoder can hold.
-    """
+    """Turns sound into windows for a speech model, and its tokens into a transcript; its decoder holds `longest`."""
 
     speech: SpeechInput
     tokenizer: Any

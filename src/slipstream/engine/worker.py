@@ -79,10 +79,7 @@ Delivery = tuple[int, list[Piece]] | Unavailable
 
 @dataclass(eq=False)
 class Ticket:
-    """A generation that was submitted to the worker, the one at `place` in its call; `cancel` ends it.
-
-    Its pieces are put into `deliveries`, the queue of the call, in the event loop.
-    """
+    """A generation that was submitted, the one at `place` in its call, and the queue of the call for its pieces."""
 
     generation: Generation
     place: int
@@ -118,10 +115,7 @@ class Ticket:
 
 
 async def rounds_of(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Piece]]]:
-    """Yield what every round gives to one of the tickets of a call, with its place; ending early cancels them all.
-
-    Raises Unavailable if the worker dies.
-    """
+    """Yield what every round gives to one of the tickets of a call, with its place; ending early cancels them all."""
     left = len(tickets)
     try:
         while left:
@@ -174,10 +168,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, generations: Sequence[Generation]) -> list[Ticket]:
-        """Queue generations -> a ticket for each.
-
-        Raises QueueFull, Unavailable, or ValueError if the target cannot take a request; then none is queued.
-        """
+        """Queue generations -> a ticket for each; if the target cannot take one of them, none is queued."""
         for generation in generations:
             self._scheduler.check(generation.request)
         now, deliveries = monotonic(), asyncio.Queue[Delivery]()

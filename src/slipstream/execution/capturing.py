@@ -50,10 +50,7 @@ class Staging:
 
 @dataclass
 class Graph:
-    """A captured function: the tensors it reads, those it writes, and a function that runs it.
-
-    `from_host` are the indices of the inputs that the staging brings to the device.
-    """
+    """A captured function; the staging brings the inputs of the indices `from_host` to the device."""
 
     inputs: Sequence[Tensor | None]
     outputs: list[Tensor]

@@ -139,10 +139,7 @@ def _rounded(slots: int, stores: Stores) -> int:
 
 
 def _widened(work: Pass, end: int) -> Pass:
-    """Return a pass with masks over `end` slots, and over a rounded number of those of sources.
-
-    No token attends to the added ones.
-    """
+    """Return a pass with masks over `end` slots, and rounded numbers of those of sources; added ones are hidden."""
     cross = work.cross
     if cross:
         back = cross.back if cross.back is None else nn.functional.pad(cross.back, (0, end - cross.back.shape[-1]))

@@ -210,10 +210,7 @@ class DraftGraphs:
         return math.isfinite(best.sum().item())
 
     def width(self, wish: Wish) -> int:
-        """Return the number of columns of the first step.
-
-        A graph of several tokens always has `most_fed`, so that it is made once.
-        """
+        """Return the columns of the first step; graphs of several tokens have `most_fed`, so that one serves all."""
         return self.most_fed if self.steps(wish)[0] > 1 else max(map(len, wish.fed))
 
     def steps(self, wish: Wish) -> list[int]:

@@ -91,10 +91,7 @@ class Fused:
     """
 
     def __init__(self, function: Callable[..., Any], constant: Collection[str], name: str, on_graph: OnGraph) -> None:
-        """Prepare a function whose sizes vary, except those named in `constant`.
-
-        `name` is the model's, for the warning; `on_graph` is called before the function is compiled.
-        """
+        """Prepare a function; `name` is for the warning, `on_graph` is called before it is compiled."""
         self._function, self._constant, self._name, self._on_graph = function, constant, name, on_graph
         self._graph: Any = None
         self._failed = False

@@ -13,10 +13,7 @@ from slipstream.core.draft import Tree
 
 @dataclass(frozen=True)
 class Sight:
-    """The tokens of a text that a layer attends to: all, its last `window` and first `sinks` ones, or those in a chunk.
-
-    `chunk` is the size of chunks, within which tokens attend to each other only.
-    """
+    """What a layer attends to: all, the last `window` and first `sinks` tokens, or those in a chunk of size `chunk`."""
 
     window: int | None = None
     chunk: int | None = None
@@ -27,10 +24,7 @@ class Sight:
         return bool(self.window or self.chunk)
 
     def within(self, window: int, sinks: int) -> Sight:
-        """Return the sight of a layer that attends to at most the last `window` tokens and the first `sinks` ones.
-
-        A layer with a window of its own does not attend to the first ones.
-        """
+        """Return the sight within the last `window` tokens and first `sinks` ones; a window of its own has no sinks."""
         if self.window:
             return replace(self, window=min(self.window, window))
         return replace(self, window=window, sinks=sinks)

@@ -174,10 +174,7 @@ class GivenSlots(Cache):
 
 
 def forward(model: Callable[..., Any], work: Pass, stores: Stores, **options: Any) -> Tensor:
-    """Run a pass over stores, without any state in Python: eager, traced or captured -> logits (rows, n, vocab).
-
-    The model is one `with_cache`, whose forward takes the `options` as well.
-    """
+    """Run a pass over stores, without state in Python, of a model `with_cache` -> logits (rows, n, vocab)."""
     return forward_showing(model, work, stores, (), **options)[0]
 
 

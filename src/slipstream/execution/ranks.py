@@ -63,10 +63,7 @@ def place() -> tuple[int, int]:
 
 @cache
 def join() -> Ranks:
-    """Connect with the other ranks, once in a process -> the ranks.
-
-    Raises ValueError, which explains how to start them, if this process was started alone.
-    """
+    """Connect with the other ranks, once in a process -> the ranks."""
     rank, size = place()
     if size < 2:
         raise ValueError(
@@ -183,10 +180,7 @@ class Ranks:
         return self._count
 
     def listen(self) -> Any:
-        """Wait for the next message of rank 0, and return it, or None if there will be no more.
-
-        Raises RankLost if rank 0 is gone, or has lost another rank.
-        """
+        """Wait for the next message of rank 0 -> it, or None if there will be no more."""
         try:
             message = loads(self._connections[0].recv_bytes())
         except (EOFError, OSError) as error:
@@ -316,10 +310,7 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Mark the block as a pass that this rank shares with the others.
-
-        Ctrl-C and SIGTERM are delayed until it has ended, so that all ranks stop at the same place.
-        """
+        """Mark the block as a pass shared with other ranks; Ctrl-C and SIGTERM wait, so that all stop together."""
         self._passes += 1
         self._inside = True
         try:

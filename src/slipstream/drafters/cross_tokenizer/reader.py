@@ -175,10 +175,7 @@ class RetokenizingReader:
         self._watch = Stopwatch()
 
     def follow(self, rows: Sequence[Row], watch: Stopwatch) -> None:
-        """Follow the rows of the context and read their new tokens. Rows that run on keep their order.
-
-        The time in which the draft reads until the next call counts as `prefill` on the watch.
-        """
+        """Follow the rows, which keep their order, and read their new tokens; `prefill` is timed by the watch."""
         self._watch = watch
         kept = still_first(self._rows, rows)
         self.scorer.free([place for place in range(len(self._rows)) if place not in set(kept)])

@@ -108,11 +108,7 @@ class CommonTokens:
         return CommonTokens(drafted, wanted, to_draft, special)
 
     def translate(self, logits: Tensor) -> Tensor:
-        """Convert the draft's logits (..., its vocabulary) to (..., target's); other tokens become impossible.
-
-        The law made of them is the draft's, renormalised on the common tokens: token-level intersection
-        (arXiv 2502.05202).
-        """
+        """Convert the draft's logits (..., its vocabulary) to (..., target's), with -inf for other tokens."""
         out = logits.new_full((*logits.shape[:-1], self.to_draft.shape[0]), float("-inf"))
         out[..., self.wanted.to(logits.device)] = logits[..., self.drafted.to(logits.device)]
         return out
@@ -133,11 +129,7 @@ def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
 
 
 def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> bool:
-    """Return whether the same ids mean the same tokens, up to padding.
-
-    Any draft leaves the output exact; one whose ids mean other words would just never be accepted. So a few different
-    (added) tokens are allowed, and without tokenizers the sizes decide.
-    """
+    """Return whether ids mean the same tokens, but for a few: others would just never be accepted."""
     if target_tokenizer is None or draft_tokenizer is None:
         return abs(target.vocab - draft.vocab) <= max(1024, target.vocab // 100)
     target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()

@@ -78,10 +78,7 @@ class RemoteDrafter(Drafter):
     """
 
     def __init__(self, link: Link, vocab: int, trust: bool = False, top: int = 64, ahead: bool = True) -> None:
-        """Make the drafter of a server; answers with ids outside the target's `vocab` are refused.
-
-        The others are as in `address.Settings`.
-        """
+        """Make the drafter of a server, whose ids are within `vocab`; the others are as in `address.Settings`."""
         self.link, self.vocab, self.trust, self.top, self.ahead = link, vocab, trust, top, ahead
         self.traits = Traits(secret=None if trust else secrets.randbits(128))
         self._held: dict[Row, Held] = {}
@@ -155,11 +152,7 @@ class RemoteDrafter(Drafter):
         return DraftMode.LAW if drawn else DraftMode.GUESS
 
     def _drawn(self, context: Context, gammas: Sequence[int]) -> list[Numbers | None]:
-        """Return, per row, the random numbers for the tokens of this round, and of the next if all are accepted.
-
-        None for rows whose tokens the server does not draw: if it is not trusted, or if the row's `Rng` does not draw
-        by inversion.
-        """
+        """Return, per row, the numbers for the tokens of this round and the next; None where the server draws none."""
         if not self.trust:
             return [None] * len(gammas)
         key, most = context.key(Purpose.DRAFT), max(gammas)
@@ -183,11 +176,7 @@ class RemoteDrafter(Drafter):
         return replace(opened, top=self.top, seed=names[0], key=names[1]).frame()
 
     def _checked(self, answer: Frame, asks: Sequence[AskRow]) -> list[DraftRow]:
-        """Return the drafts in an answer.
-
-        Raises FrameError for drafts of other rows, for more tokens than requested, and, where laws are sent, for a
-        token that our random number does not draw from its law.
-        """
+        """Return the drafts in an answer; it is a fault if a token is not what our number draws from its law."""
         if answer.kind != FrameType.DRAFT:
             raise FrameError("the server refuses to draft")
         drafts = read_drafts(answer, self.vocab)

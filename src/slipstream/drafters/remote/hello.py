@@ -46,10 +46,7 @@ class VocabularySketch:
         return VocabularySketch(size, tuple(hashlib.sha256(each).hexdigest()[:8] for each in slices))
 
     def fits(self, other: VocabularySketch) -> bool:
-        """Return whether the same ids stand for the same tokens in both vocabularies, except for a few added tokens.
-
-        If a tokenizer is missing, return whether the sizes differ by at most 1 %, as padding makes them differ.
-        """
+        """Return whether ids stand for the same tokens, but for a few; without a sketch, the sizes decide."""
         if not self.sketch or not other.sketch:
             return abs(self.size - other.size) <= max(self.size, other.size) // 100
         common = list(zip(self.sketch, other.sketch, strict=False))
@@ -68,10 +65,7 @@ class VocabularySketch:
 
 
 def read_key(file: str | Path | None) -> bytes:
-    """Return the key in a file, or without a file the one in SLIPSTREAM_DRAFT_KEY, or an empty key.
-
-    Raises ValueError for a file that is missing or empty.
-    """
+    """Return the key in a file, or without a file the one in SLIPSTREAM_DRAFT_KEY, or an empty key."""
     if file is None:
         return os.environ.get(KEY_VARIABLE, "").strip().encode()
     try:

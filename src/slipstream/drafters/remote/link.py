@@ -73,10 +73,7 @@ GREETING = 1 << 17
 
 
 async def read_frame(reader: asyncio.StreamReader, most: int = LARGEST) -> Frame:
-    """Read the next frame of a stream, with a body of at most `most` bytes.
-
-    Raises FrameError for anything that is no valid frame, and IncompleteReadError at the end of the stream.
-    """
+    """Read the next frame of a stream, with a body of at most `most` bytes."""
     kind, sequence, length = decode_head(await reader.readexactly(HEAD.size))
     if length > most:
         raise FrameError(f"a frame of {length} bytes is too large here: {most} are allowed")
@@ -135,10 +132,7 @@ class DraftConnection:
         return self._state.peer
 
     def first_word(self, seconds: float) -> str:
-        """Wait for the first connection or failure, at most `seconds` -> what is wrong, or "".
-
-        Raises Refused if client and server cannot work together.
-        """
+        """Wait at most `seconds` for the first connection or failure -> what is wrong, or ""."""
         self._state.settled.wait(seconds)
         if self._task.refusal:
             raise Refused(self._task.refusal)

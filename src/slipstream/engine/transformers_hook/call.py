@@ -154,10 +154,7 @@ class Opening:
 def _prompts(
     model: PreTrainedModel, ids: Tensor, pads: Sequence[int], read: tuple[Tensor | None, int, int]
 ) -> list[Prompt]:
-    """Make a prompt of each row. Raises ValueError for a mask that does not fit.
-
-    `read` are the embeddings, the number of places in the cache, and the number of places with the prompt's.
-    """
+    """Make a prompt of each row; `read` are the embeddings, and how many places the cache and all have."""
     embeddings, held, width = read
     if embeddings is not None and embeddings.shape[1] == width:
         texts = Prompt.of(nearest_tokens(model, embeddings), pads)

@@ -199,10 +199,7 @@ class CustomGenerate:
 
     @contextmanager
     def _locked(self, model: PreTrainedModel) -> Iterator[None]:
-        """Hold the lock of this callable, with both models in evaluation mode; restore the modules' modes afterwards.
-
-        Raises RuntimeError if another call is running.
-        """
+        """Hold the lock of this callable, with both models in evaluation mode for so long."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this callable is already decoding: give each thread a custom_generate(...) of its own.")
         training: list[torch.nn.Module] = []
