@@ -23,19 +23,16 @@ LONG = {"max_position_embeddings": 1024}
 
 
 def model(family: str = "llama", seed: int = 0, kv_dtype: str | None = None) -> CausalScorer:
-    """A tiny model with our kernels."""
     made = tiny(FAMILIES[family], seed, **LONG)
     assert can_pack(made)
     return CausalScorer(packed(made), kv_dtype=kv_dtype)
 
 
 def decoder(gamma: int = 3) -> Decoder:
-    """A target and a draft."""
     return Decoder(model(), ModelDrafter(model(seed=1)), controller=Fixed(gamma), batch_size=4)
 
 
 def play(scheduler: Scheduler, *requests: Request) -> list[Row]:
-    """The rows of requests that are played to their end."""
     rows = [scheduler.add(each) for each in requests]
     for _ in scheduler.rounds():
         pass
@@ -43,7 +40,6 @@ def play(scheduler: Scheduler, *requests: Request) -> list[Row]:
 
 
 def text(length: int, seed: int = 0) -> list[int]:
-    """Random tokens."""
     return torch.randint(0, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -53,7 +49,6 @@ def states(number: int, size: int = 4) -> Tensor:
 
 
 def numbers(blocks: Sequence[Tensor]) -> list[int]:
-    """What was put into blocks."""
     return [int(block[0]) for block in blocks]
 
 
@@ -155,7 +150,6 @@ def test_control_a_block_of_another_text_is_caught() -> None:
 
 
 def conversation(first: Row, question: Sequence[int]) -> list[int]:
-    """The prompt of a chat's next turn."""
     return [*first.tokens, *question]
 
 

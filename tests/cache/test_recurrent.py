@@ -12,7 +12,6 @@ Text = tuple[int, ...]
 
 
 def feed(cache: StateCache[Text], tokens: Sequence[Sequence[int]], first: int = 0) -> None:
-    """One pass; the state of a text is the text."""
     cache.reserve(max(map(len, tokens)), first, first + len(tokens))
     for row, new in enumerate(tokens, first):
         if new:

@@ -65,7 +65,6 @@ class Orders(RuleBasedStateMachine):
         self.next = 1
 
     def names(self, rows: int, count: int) -> list[list[int]]:
-        """Fresh token names."""
         start, self.next = self.next, self.next + rows * count
         return [[start + r * count + j for j in range(count)] for r in range(rows)]
 

@@ -13,7 +13,6 @@ class Keys(RowCache):
     """Holds the tokens themselves as keys of one number each."""
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> None:
-        """What a model writes in a pass."""
         new = torch.tensor(tokens, dtype=torch.float64)[:, None, :, None]
         self.update(0, new, new)
 
@@ -23,19 +22,16 @@ class Keys(RowCache):
 
 
 def feed(cache: Keys, tokens: Sequence[Sequence[int]], counts: Sequence[int], first: int = 0) -> None:
-    """One pass, as any model makes it."""
     cache.reserve(len(tokens[0]), first, first + len(tokens))
     cache.feed(tokens)
     cache.advance(counts)
 
 
 def held(cache: Keys) -> list[int]:
-    """What every row has read."""
     return [cache.read(row) for row in range(len(cache.lengths))]
 
 
 def number(*texts: Sequence[int]) -> list[int]:
-    """What is to be made of texts."""
     return [sum(token << place for place, token in enumerate(text)) for text in texts]
 
 

@@ -19,7 +19,6 @@ from toys import Clock, dirichlet_table, request, scorer
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of all stopwatches."""
     clock = Clock()
     monkeypatch.setattr(rounds, "perf_counter", clock)
     return clock

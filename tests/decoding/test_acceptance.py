@@ -34,7 +34,6 @@ def one_hot(tokens: Tensor) -> Law:
 
 
 def verdicts(p: Law, draft: Draft) -> list[tuple[float, Verdict]]:
-    """Every outcome of the verifier with its chance."""
     rows = tuple(row([0], index=index) for index in range(len(draft.lengths)))
     found: list[Verdict] = []
 
@@ -46,7 +45,6 @@ def verdicts(p: Law, draft: Draft) -> list[tuple[float, Verdict]]:
 
 
 def accepted_law(p: Law, draft: Draft) -> Distribution:
-    """The law of the accepted counts of all rows."""
     law: Distribution = {}
     for chance, verdict in verdicts(p, draft):
         counts = tuple(verdict.accepted.tolist())

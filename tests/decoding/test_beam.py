@@ -80,13 +80,11 @@ def by_transformers(model: PreTrainedModel, request: Request) -> Found:
 
 
 def ended(line: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
-    """A padded output up to its first EOS token."""
     stop = next((place for place, token in enumerate(line, 1) if token in eos), len(line))
     return tuple(line[:stop])
 
 
 def found(search: BeamSearch) -> Found:
-    """Hypotheses and scores of a search."""
     return [(each.tokens, each.score) for each in search.hypotheses()]
 
 
@@ -110,7 +108,6 @@ PAIR_EOS = frozenset({0})
 
 
 def requests(beams: Beams, count: int = 16, prompts: Sequence[Sequence[int]] = TEXTS, **settings: Any) -> list[Request]:
-    """A request for each prompt."""
     eos = settings.pop("eos", PAIR_EOS)
     sampler = Sampling(eos=eos, **settings)
     return [Request(tuple(prompt), sampler, count, eos, beams=beams) for prompt in prompts]
@@ -118,7 +115,6 @@ def requests(beams: Beams, count: int = 16, prompts: Sequence[Sequence[int]] = T
 
 @cache
 def reference(name: str, beams: Beams, count: int = 16, **settings: Any) -> list[Found]:
-    """What transformers finds for all prompts."""
     return [by_transformers(embedded(name), request) for request in requests(beams, count, **settings)]
 
 
@@ -132,11 +128,10 @@ class Wrong:
         return sure([[(len(row.tokens) * 7 + i) % 90 + 2 for i in range(gamma)] for row, gamma in pairs])
 
     def observe(self, round: Round) -> None:
-        """Nothing to learn."""
+        pass
 
 
 def drafter(kind: str, target: CausalScorer) -> Drafter:
-    """A draft of each kind for the embedded target."""
     if kind == "plain":
         return NoDraft()
     if kind == "lookup":
@@ -159,7 +154,6 @@ KINDS = ("plain", "model", "tree", "lookup", "wrong", "int4", "exit", "window", 
 
 
 def decoder(kind: str, gamma: int = 4, batch_size: int = 5) -> Decoder:
-    """The embedded target with a draft."""
     target = CausalScorer(embedded("target"))
     return Decoder(target, drafter(kind, target), controller=Fixed(gamma), batch_size=batch_size)
 
@@ -304,7 +298,6 @@ def test_two_hundred_sources_of_encoder_decoders(family: str, width: int) -> Non
 
 @contextlib.contextmanager
 def patched_logits(target: CausalScorer, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """The target with other logits."""
     honest = target.extend
     target.extend = lambda *args, **kwargs: change(honest(*args, **kwargs))  # type: ignore[method-assign]
     try:

@@ -31,7 +31,6 @@ SAMPLE = Sampling(temperature=0.7)
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device on which work is captured."""
     if request.param == "cpu":
         monkeypatch.setattr(capturing, "record", repeat)
     elif not torch.cuda.is_available():
@@ -40,7 +39,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def context(*samplers: Sampling, rng: Rng = draw, rules: tuple[Rule | None, ...] = (), start: int = 3) -> Context:
-    """Rows with texts of different lengths."""
     rows = [
         Row(Request((1,) * (start + place), sampler, 100, seed=7, key=place), place, [1] * (start + place))
         for place, sampler in enumerate(samplers)
@@ -65,7 +63,6 @@ def drafted(seed: int, lengths: tuple[int, ...], kind: str, device: str = "cpu")
 
 
 def same(left: Outcome, right: Outcome) -> None:
-    """Equal tokens, and equal laws up to rounding."""
     assert left.verdict.accepted.tolist() == right.verdict.accepted.tolist()
     assert left.following.tolist() == right.following.tolist() and left.faults == right.faults
     torch.testing.assert_close(left.verdict.beta.cpu(), right.verdict.beta.cpu().float(), atol=1e-5, rtol=1e-4)

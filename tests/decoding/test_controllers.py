@@ -63,8 +63,6 @@ def law(
     wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
     chooser: Controller = Chooser(by_text),
 ) -> Distribution:
-    """The joint law of the first three tokens."""
-
     def run(rng: Rng) -> tuple[int, ...]:
         target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
         decoder = Decoder(target, wrap(ModelDrafter(draft)), rule.verify, chooser, rng=rng)
@@ -321,7 +319,6 @@ def test_control_a_fixed_gamma_misses_the_bars_on_recorded_traces() -> None:
 
 
 def play(chooser: Adaptive, state: Learned, rounds: int, seconds: Callable[[int], float], stood: int = 8) -> Any:
-    """Play rounds of one row, of whose drafts at most `stood` tokens stand -> the state, and the gammas."""
     gammas = list[int]()
     for _ in range(rounds):
         gammas += chooser.gammas(state, [row([1])])

@@ -56,7 +56,6 @@ class Case:
     wrap: Wrap = lambda drafter: drafter
 
     def decoder(self, rng: Rng) -> Decoder:
-        """Fresh scorers, so that the branches do not share a cache."""
         target, draft = scorer(self.tables[0], "target"), scorer(self.tables[1], "draft")
         return Decoder(target, self.wrap(ModelDrafter(draft)), self.verifier, Cycle(self.gammas), rng=rng)
 
@@ -212,7 +211,6 @@ def test_plain_decoding_has_the_same_law() -> None:
 
 
 def dense(law: Law) -> Tensor:
-    """The probabilities of a dense law."""
     assert law.probs is not None
     return law.probs
 

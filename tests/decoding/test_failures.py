@@ -72,7 +72,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 def decoder(drafter: Drafter, gamma: int = 3) -> Decoder:
-    """Three places, for four texts."""
     return Decoder(scorer(PAIRS["generic"][0], "target"), drafter, controller=Fixed(gamma), batch_size=3)
 
 

@@ -52,8 +52,6 @@ def allowed(output: Sequence[int]) -> set[int]:
 
 
 def masked(pair: str) -> Callable[[tuple[int, ...]], list[float]]:
-    """The target's law without what is not allowed, made whole."""
-
     def step(prefix: tuple[int, ...]) -> list[float]:
         law = PAIRS[pair][0](prefix)
         kept = [law[token] if token in allowed(prefix[len(PROMPT) :]) else 0.0 for token in range(VOCAB)]
@@ -66,7 +64,6 @@ class Late(Grammar):
     """The control: every mask is that of one position before."""
 
     def masks(self, outputs: Sequence[Sequence[int]]) -> Tensor:
-        """The masks of outputs without their last token."""
         return super().masks([output[:-1] for output in outputs])
 
 

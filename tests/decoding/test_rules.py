@@ -34,8 +34,6 @@ Make = Callable[[Scorer], Drafter]
 
 
 def law(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int) -> Distribution:
-    """The joint law of the first `count` tokens."""
-
     def decoder(rng: Rng) -> Decoder:
         target, draft = (scorer(table, name) for table, name in zip(PAIRS[pair], ("target", "draft"), strict=True))
         return Decoder(target, make(draft), verifier, Cycle(gammas), rng=rng)
@@ -303,8 +301,6 @@ def test_a_verifier_for_chains_refuses_trees() -> None:
 
 
 def accepted(p: list[float], q: list[float], verifier: Verifier, gamma: int) -> float:
-    """Expected accepted tokens of one round on laws without memory, by enumeration."""
-
     def run(rng: Rng) -> int:
         target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
         decoder = Decoder(target, ModelDrafter(draft), verifier, Cycle((gamma,)), rng=rng)

@@ -141,7 +141,6 @@ def embedded(name: str) -> PreTrainedModel:
 
 
 def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape: Any) -> Counter[Text]:
-    """The best texts of so many equal prompts in one batch."""
     torch.manual_seed(1)
     ids = torch.tensor([prompt] * count)
     out = GenerationMixin.generate(
@@ -159,7 +158,6 @@ def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int,
 
 
 def samples(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape: Any) -> Counter[Text]:
-    """The best texts of so many seeds, by ours."""
     ends = frozenset({0})
     request = Request(tuple(prompt), Sampling(eos=ends, **shape).for_beams(), limit, frozenset(), beams=beams)
     decoder = Decoder(CausalScorer(embedded("target")), batch_size=100)
@@ -195,7 +193,6 @@ def test_texts_have_the_law_of_transformers(name: str) -> None:
 
 
 def requests(count: int = 12) -> list[Request]:
-    """Prompts of several lengths, with seeds."""
     sampler = Sampling(temperature=0.8, top_k=20, eos=frozenset({0})).for_beams()
     beams = Beams(3, num_return_sequences=2, do_sample=True)
     lengths = enumerate([9, 1, 4, 17, 30, 2])

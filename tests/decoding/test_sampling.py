@@ -324,7 +324,6 @@ STREAMS: dict[str, Callable[[], Tensor]] = {
 
 
 def p_value(statistic: float, freedom: int) -> float:
-    """The chance of a chi-squared value at least as large."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 

@@ -39,7 +39,6 @@ RULES: tuple[Rule | None, ...] = (None, TOKEN, BLOCK, MATCH, COUPLED, LENIENT)
 
 
 def pair(size: int = 4, gamma: int = 3) -> Decoder:
-    """A target and a draft of tables."""
     return Decoder(scorer(TARGET), ModelDrafter(scorer(DRAFT, "draft")), controller=Fixed(gamma), batch_size=size)
 
 
@@ -62,7 +61,6 @@ def of_every_kind(count: int, seed: int = 0, longest: int = 5) -> list[Request]:
 
 
 def drain(scheduler: Scheduler) -> list[Round]:
-    """All rounds that are left."""
     return list(scheduler.rounds())
 
 
@@ -76,7 +74,6 @@ def coming(scheduler: Scheduler, requests: Sequence[Request], at_once: Callable[
 
 
 def alone(make: Callable[[], Decoder], requests: Sequence[Request]) -> list[list[int]]:
-    """The text of each request in a decoder of its own."""
     return [generate(make(), [each])[0].output for each in requests]
 
 
@@ -466,7 +463,6 @@ def undrafted() -> Decoder:
 
 
 def samples(count: int, prompt: Sequence[int] = (0, 1, 2) * 30) -> list[Request]:
-    """Several texts of one prompt."""
     return [request(prompt, 8, seed=number, key=number) for number in range(count)]
 
 
@@ -500,12 +496,10 @@ class Weighed(TableScorer):
     """A table whose texts take a byte for every token."""
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """One for every token."""
         return sum(lengths)
 
 
 def weighed(gamma: int = 2, rng: Rng = draw) -> Decoder:
-    """A pair whose memory can be limited."""
     target, small = Weighed(TARGET, 3, "target"), Weighed(DRAFT, 3, "draft")
     return Decoder(target, ModelDrafter(small), controller=Fixed(gamma), batch_size=4, rng=rng)
 

@@ -60,7 +60,6 @@ class Scripted:
 
 
 def right(text: list[int]) -> list[int]:
-    """What the counting target will say."""
     return [(text[-1] + i) % V for i in range(1, 9)]
 
 
@@ -78,20 +77,17 @@ def sometimes(text: list[int]) -> list[int]:
 
 
 def counter(drafter: Drafter, gamma: int = 4, context: int | None = None, batch_size: int = 8) -> Decoder:
-    """A counting target with a drafter."""
     target = TableScorer(counting, V, "target", context)
     return Decoder(target, drafter, controller=Fixed(gamma), batch_size=batch_size)
 
 
 def pair(name: str = "generic", gamma: int = 3, batch_size: int = 8) -> Decoder:
-    """Fresh scorers of a pair of tables."""
     p, q = PAIRS[name]
     drafter = ModelDrafter(scorer(q, "draft"))
     return Decoder(scorer(p, "target"), drafter, controller=Fixed(gamma), batch_size=batch_size)
 
 
 def single(decoder: Decoder, one: Request) -> Row:
-    """The only row of a call."""
     (row,) = generate(decoder, [one])
     return row
 

@@ -54,7 +54,6 @@ TEXT = np.tile([5, 3, 9, 3, 7, 7, 1, 2, 8, 40, 3, 11, 9], 40)  # tokens whose su
 
 
 def requests(sampler: Any = GREEDY, count: int = 12, **more: Any) -> list[Any]:
-    """Three prompts of different lengths."""
     return [request(prompt, count, sampler, key=number, **more) for number, prompt in enumerate(PROMPTS)]
 
 
@@ -80,7 +79,6 @@ MTP = {"deepseek": ("DeepseekV3Config", 1), "glm": ("Glm4MoeConfig", 2), "qwen":
 
 
 def learn(model: PreTrainedModel, steps: int) -> PreTrainedModel:
-    """Teach a model a text by heart."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rows = torch.tensor(TEXT[:480].reshape(10, 48))
     for _ in range(steps):
@@ -130,7 +128,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(kind: str, folder: Path) -> tuple[Any, HeadDrafter]:
-    """A target and its draft."""
     if kind == "eagle3":
         target: Any = CausalScorer(llama())
         return target, HeadDrafter(target, eagle(target.model), "eagle3")

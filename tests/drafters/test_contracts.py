@@ -92,7 +92,6 @@ every = pytest.mark.parametrize("name", MADE)
 
 
 def decoder(name: str, gammas: tuple[int, ...], rule: Rule = TOKEN, **kwargs: Any) -> Decoder:
-    """A fresh target and drafter."""
     target: Scorer = CausalScorer(llama(), "target") if name in OWN else scorer(TARGET, "target")
     return Decoder(target, MADE[name](target), rule.verify, Cycle(gammas), **{"rng": rule.rng, **kwargs})
 
@@ -114,8 +113,6 @@ def step(name: str) -> Callable[[tuple[int, ...]], Any]:
 
 
 def law_of(name: str, rule: Rule, change: Any = None, gammas: tuple[int, ...] = (2,), limit: int = 3) -> Any:
-    """The joint law of the first two tokens; the first round may run past them."""
-
     def make(rng: Rng) -> Decoder:
         parts = decoder(name, gammas, rule, rng=rng)
         return replace(parts, drafter=Altered(parts.drafter, change)) if change else parts
@@ -194,7 +191,6 @@ PROMPTS = [(0, 2), (1,), (2, 2, 0, 1, 0, 2), (1, 0), (0, 1, 2, 0, 1, 2, 0, 1)]
 
 
 def texts(sampler: Sampler, most: int = 5, **kwargs: Any) -> list[Request]:
-    """Texts of different length and limit."""
     limits = [9, 5, 12, 1, 7]
     places = enumerate(zip(PROMPTS[:most], limits, strict=False))
     return [request(prompt, limit, sampler, key=key, **kwargs) for key, (prompt, limit) in places]

@@ -40,7 +40,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*RoPE.*")
 
 
 def deep(family: str, layers: int = 4, **changes: Any) -> PreTrainedModel:
-    """A random model with more layers than two."""
     known = EVERY[family].changes
     count = {"n_layer" if "n_layer" in EVERY[family].base else "num_hidden_layers": layers}
     lists = {name: known[name] * (layers // 2) for name in ("layer_types", "no_rope_layers") if name in known}

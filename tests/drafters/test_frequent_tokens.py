@@ -150,7 +150,6 @@ def cut_draft() -> ModelDrafter:
 
 
 def trio() -> CausalScorer:
-    """A target of three tokens."""
     return CausalScorer(tiny(FAMILIES["llama"], vocab_size=3, initializer_range=0.4))
 
 

@@ -38,7 +38,6 @@ WIDTH = 32
 
 
 def target_of(family: str = "llama", **changes: Any) -> CausalScorer:
-    """A scorer of a tiny random model."""
     return CausalScorer(tiny(FAMILIES[family], **changes))
 
 

@@ -56,7 +56,6 @@ def continuation(text: Sequence[int], end: int, count: int) -> list[int]:
 
 
 def copied(text: Sequence[int], limit: int | None, count: int) -> list[int]:
-    """The naive draft."""
     length, end = naive(text, limit)
     return continuation(text, end, count) if length else []
 

@@ -125,7 +125,6 @@ orders = st.integers(1, 5)
 
 
 def model_law(model: NgramModel, text: Sequence[int], online: OnlineCounts | None = None) -> list[float]:
-    """q after a text."""
     return model.law(model.state(text), online, text).tolist()
 
 
@@ -279,7 +278,6 @@ def test_what_cannot_be_counted_is_refused(sequences: Any, order: int, vocab: in
 
 
 def assert_equal(left: NgramModel, right: NgramModel) -> None:
-    """The same tables, bit by bit."""
     assert np.array_equal(left.unigram, right.unigram) and left.order == right.order
     for one, other in zip(left.tables, right.tables, strict=True):
         for name in Table.__slots__:
@@ -414,7 +412,6 @@ def test_online_counts_learn_what_is_emitted() -> None:
 
 
 def toy(order: int, online: bool = False) -> Callable[[], Drafter]:
-    """A fresh drafter of a toy model."""
     return lambda: Ngram(TOY[order], VOCAB, online)
 
 

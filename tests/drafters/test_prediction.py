@@ -28,7 +28,6 @@ PROMPT, PREDICTED = (0, 1), (2, 0, 1, 2)
 def row(
     prompt: tuple[int, ...], prediction: tuple[int, ...], output: tuple[int, ...], eos: tuple[int, ...] = ()
 ) -> Row:
-    """A row with a prediction that has written `output`."""
     return Row(request(prompt, 100, prediction=prediction, eos=frozenset(eos)), 0, [*prompt, *output])
 
 
@@ -68,8 +67,6 @@ def test_a_true_prediction_saves_target_calls_and_a_wrong_one_changes_no_token()
 
 
 def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter]) -> float:
-    """Total variation of the first three tokens from the target's law."""
-
     def run(rng: Rng) -> tuple[int, ...]:
         decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle((2, 0, 3)), rng=rng)
         stream = rounds(decoder, [request(PROMPT, 4, prediction=PREDICTED)])

@@ -56,12 +56,10 @@ no_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel 
 
 
 def marks(name: str, *more: Any) -> list[Any]:
-    """The marks of a kind."""
     return [*([no_kernel] if name.startswith("int4") else []), *more]
 
 
 def kinds(*names: str) -> Any:
-    """A parameter for these kinds of drafts."""
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
 
 

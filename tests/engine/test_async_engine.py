@@ -25,8 +25,6 @@ def engine() -> slipstream.Engine:
 def served(
     engine: slipstream.Engine, work: Callable[[slipstream.AsyncEngine], Awaitable[Any]], max_queue: int = 8
 ) -> Any:
-    """What some work with an asynchronous engine returns."""
-
     async def run() -> Any:
         async with slipstream.AsyncEngine(engine, max_queue=max_queue) as running:
             return await work(running)

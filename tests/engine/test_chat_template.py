@@ -40,14 +40,12 @@ LOOP = [
 
 
 def encoder(template: str | dict[str, str]) -> Encoder:
-    """An encoder whose tokenizer has a template."""
     tokenizer: Any = byte_level(300)
     tokenizer.chat_template = template
     return Encoder("toy", tokenizer)
 
 
 def written(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
-    """What a template writes of the messages."""
     made = encoder(template)
     return str(made.tokenizer.decode(made(Chat(messages, **more)))).replace("\n", "")
 

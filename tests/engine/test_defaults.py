@@ -43,7 +43,6 @@ def model(settings: dict[str, Any], family: str = "llama") -> PreTrainedModel:
 
 
 def generated(made: PreTrainedModel, prompt: list[int], **settings: Any) -> list[int]:
-    """The greedy text of transformers."""
     ids = torch.tensor([prompt])
     settings = {"max_new_tokens": LENGTH, "do_sample": False, "attention_mask": torch.ones_like(ids), **settings}
     return made.generate(ids, **settings)[0, len(prompt) :].tolist()

@@ -85,7 +85,6 @@ def coloured_console() -> Console:
 
 
 def shown(rounds: Sequence[Round], screen: Console | None = None, names: Sequence[str] = ("",)) -> str:
-    """All that is printed about some rounds."""
     screen = screen or plain_console()
     explanation = Explanation(decode, screen, names)
     for round in rounds:
@@ -96,7 +95,6 @@ def shown(rounds: Sequence[Round], screen: Console | None = None, names: Sequenc
 
 
 def lines(rounds: Sequence[Round]) -> list[str]:
-    """The lines of the rounds alone."""
     return shown(rounds).removeprefix(HEAD).split("\n\n")[0].split("\n")
 
 

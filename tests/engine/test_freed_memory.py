@@ -63,7 +63,6 @@ def hold(gives: bool, answer: Connection) -> None:
 
 
 def resident() -> int:
-    """Memory of this process, in KiB."""
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
 
 

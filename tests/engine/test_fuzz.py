@@ -25,7 +25,6 @@ DOCUMENTED = (ValueError, TypeError, FloatingPointError)
 
 @cache
 def model(seed: int = 0) -> Any:
-    """A tiny random model; of another seed, another one."""
     return tiny(FAMILIES["llama"], seed)
 
 
@@ -125,7 +124,6 @@ def small(name: str) -> list[Any]:
 
 @st.composite
 def options(draw: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Up to three options by name."""
     chosen = draw(st.lists(st.sampled_from(names), max_size=3, unique=True))
     return {name: draw(st.sampled_from(MEANT[name] if draw(st.booleans()) else small(name))) for name in chosen}
 
@@ -172,7 +170,6 @@ def refused(error: Exception) -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[slipstream.Engine]]:
-    """Without a tokenizer and with one."""
     yield [slipstream.load(model(), model(1), gamma=2), slipstream.load()]
 
 

@@ -21,7 +21,6 @@ from visions import data_url, picture, png, save_llava, tiny_vision_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaVA with its processor, as it is downloaded."""
     return save_llava(tmp_path_factory.mktemp("llava"))
 
 
@@ -31,7 +30,6 @@ def engine(folder: Path) -> Engine:
 
 
 def expected(engine: Engine, text: str, images: list[Image.Image]) -> list[int]:
-    """The tokens of transformers' own processor and `generate`."""
     model, processor = engine.decoder.target.model, engine.media.processor  # type: ignore[attr-defined, union-attr]
     read = processor(text=text, images=images or None, return_tensors="pt")
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}

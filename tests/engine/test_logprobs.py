@@ -77,7 +77,6 @@ def chain_of(settings: dict[str, Any]) -> list[Any]:
 
 
 def assert_logprobs(found: Sequence[TokenLogprobs] | None, tokens: Sequence[int], want: Tensor, top: int) -> None:
-    """Compare with the oracle's log p (tokens, vocab)."""
     assert found is not None and [each.token for each in found] == list(tokens)
     own = torch.tensor([each.logprob for each in found])
     torch.testing.assert_close(own, want[range(len(tokens)), list(tokens)], rtol=0, atol=2e-4)

@@ -27,7 +27,6 @@ def similar(kinds: Iterable[str]) -> list[Any]:
 
 
 def generated(engine: Engine, text: str, **media: Any) -> list[int]:
-    """The tokens of transformers' own `generate` for one text with its media."""
     model, processor = engine.decoder.target.model, engine.media.processor  # type: ignore[attr-defined, union-attr]
     read = (processor if media else processor.tokenizer)(text=[text], return_tensors="pt", **media)
     options = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0}

@@ -45,7 +45,6 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def greedy() -> list[tuple[int, ...]]:
-    """What the target says on the CPU."""
     return texts(slipstream.load(dtype="float32", device="cpu"), plain=True)
 
 

@@ -39,7 +39,6 @@ WRONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engine() -> slipstream.Engine:
-    """The embedded pair."""
     return slipstream.load()
 
 

@@ -29,7 +29,6 @@ def saved(model: PreTrainedModel, folder: Path) -> str:
 
 
 def pair(family: str, folder: Path, **changes: Any) -> dict[str, str]:
-    """Folders of a target and of a draft with other random weights."""
     kind = FAMILIES.get(family) or PROBED[family]
     return {
         name: saved(tiny(kind, seed=seed, **changes), folder / name) for seed, name in enumerate(("target", "draft"))

@@ -50,7 +50,6 @@ def save(folder: Path, family: str, seed: int = 0, **changes: Any) -> str:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a T5 and of a smaller one."""
     return (
         save(tmp_path_factory.mktemp("target"), "t5"),
         save(tmp_path_factory.mktemp("draft"), "t5", seed=1, num_layers=1),

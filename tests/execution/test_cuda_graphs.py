@@ -24,7 +24,6 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device on which work is captured."""
     monkeypatch.setattr(cuda_graphs, "Fused", Unfused)  # test_fused.py has those
     if request.param == "cpu":
         monkeypatch.setattr(capturing, "record", repeat)

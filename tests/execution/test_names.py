@@ -207,7 +207,6 @@ def speaking(name: str, speculate: Any, ours: str) -> Callable[..., Any]:
 
 
 def filled(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """A cache that holds a text."""
     cache = DynamicCache()
     with torch.no_grad():
         with_cache(model)(cache, input_ids=ids, use_cache=True)

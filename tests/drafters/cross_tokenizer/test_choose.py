@@ -25,7 +25,6 @@ KINDS = {"intersection": TokenIntersection, "strings": StringMatch}
 
 
 def save(folder: Path, name: str, seed: int, **changes: Any) -> str:
-    """A tiny model and its tokenizer in a folder."""
     tokenizer = tongue(name)
     model = tiny(FAMILIES["llama"], seed, torch.float64, vocab_size=len(tokenizer), **changes)
     model.save_pretrained(folder)
@@ -35,13 +34,11 @@ def save(folder: Path, name: str, seed: int, **changes: Any) -> str:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target with a byte-level tokenizer."""
     return save(tmp_path_factory.mktemp("models") / "target", "bytes", 1)
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A draft with sentencepiece's kind."""
     return save(tmp_path_factory.mktemp("models") / "draft", "marked", 2)
 
 

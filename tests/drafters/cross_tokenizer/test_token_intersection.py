@@ -75,8 +75,6 @@ class Case:
     wrap: Wrap = lambda drafter: drafter
 
     def law(self, count: int = COUNT) -> Distribution:
-        """The joint law of the first tokens."""
-
         def run(rng: Rng) -> tuple[int, ...]:
             view = reader(scorer(self.tables[1], "draft"), *TOYS[self.toys], vocab=3)
             drafter = self.wrap(METHODS[self.method](view))
@@ -88,12 +86,10 @@ class Case:
 
     @property
     def eos(self) -> frozenset[int]:
-        """The target's end of text."""
         end = TOYS[self.toys][0].eos_token_id
         return frozenset() if end is None else frozenset([end])
 
     def want(self, count: int = COUNT) -> Distribution:
-        """The target's own law."""
         return plain_law(self.tables[0], PROMPT, count, tuple(self.eos))
 
 
@@ -168,7 +164,7 @@ class Coins:
         return Draft(self.coin, Law(tokens=self.coin), (1,)) if gammas[0] else Draft.empty(1, self.coin.device)
 
     def observe(self, round: Any) -> None:
-        """Nothing to learn."""
+        pass
 
     def verify(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
         """A fair coin decides about a token of chance 1/2: as exact as any other, unless the draft was made by it."""
@@ -225,14 +221,12 @@ def reciters(target: str, draft: str, method: str, context: int | None = None) -
 
 
 def requests(target: str, **kwargs: Any) -> list[Any]:
-    """Texts of different lengths that end at different times."""
     prompts = [tongue(target)(TEXT[:length])["input_ids"] for length in (40, 9, 171)]
     kwargs = {"sampler": GREEDY, **kwargs}
     return [request(prompt, count, **kwargs) for prompt, count in zip(prompts, (30, 44, 21), strict=True)]
 
 
 def length(rows: list[Row]) -> float:
-    """Tokens per target call."""
     return sum(row.stats.emitted for row in rows) / sum(row.stats.target_calls for row in rows)
 
 
@@ -328,7 +322,6 @@ class Counting:
         return self.inner.extend(tokens, counts, **kwargs)
 
     def prefill(self, texts: Any, **kwargs: Any) -> None:
-        """As the inner one."""
         self.fed += sum(map(len, texts))
         self.inner.prefill(texts, **kwargs)
 

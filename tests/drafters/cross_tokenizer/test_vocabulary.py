@@ -17,12 +17,10 @@ SAMPLE = TEXT[:1500] + STRANGE + TEXT[1500:2500]
 
 
 def vocabulary(name: str) -> Vocabulary:
-    """The vocabulary of one of the tokenizers."""
     return Vocabulary.of(tongue(name))
 
 
 def common(target: str, draft: str) -> CommonTokens:
-    """What two of them have in common."""
     sizes = len(tongue(target)), len(tongue(draft))
     return CommonTokens.of(vocabulary(target), vocabulary(draft), sizes)
 
@@ -133,7 +131,6 @@ class Counting:
         self.inner, self.characters = vocabulary(name), 0
 
     def encode(self, text: str) -> list[int]:
-        """As the real one."""
         self.characters += len(text)
         return self.inner.encode(text)
 
@@ -199,7 +196,6 @@ def test_an_anchor_that_changes_after_all_is_noticed() -> None:
 
 
 def reading(target: str, draft: str) -> RetokenizedRow:
-    """A fresh reading."""
     return RetokenizedRow(vocabulary(target), vocabulary(draft), common(target, draft))
 
 

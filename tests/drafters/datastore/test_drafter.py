@@ -148,7 +148,6 @@ def saying(text: Sequence[int]) -> Callable[[tuple[int, ...]], list[float]]:
 
 
 def decoder(store: Drafter, text: Sequence[int], **settings: Any) -> Decoder:
-    """A decoder whose target says `text`."""
     return Decoder(scorer(saying(text), vocab=WORDS), store, controller=Fixed(6), **settings)
 
 

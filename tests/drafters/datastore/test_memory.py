@@ -46,7 +46,6 @@ def memory(path: Path) -> Iterator[ResponseMemory]:
 
 
 def responses(memory: ResponseMemory, namespace: str, request: Sequence[int], count: int = 3) -> list[list[int]]:
-    """The nearest responses."""
     return [response.tolist() for _, response in memory.nearest(namespace, request, count)]
 
 
@@ -127,7 +126,6 @@ def test_texts_are_for_the_owner_s_eyes(path: Path, memory: ResponseMemory) -> N
 
 
 def in_sql(path: Path, statement: str) -> None:
-    """Run one statement of SQL on the file, as another program would."""
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(statement)
 
@@ -331,7 +329,6 @@ class Sentences:
             raise OSError("absent is no model\nand more")
 
     def encode(self, text: str, show_progress_bar: bool) -> list[float]:
-        """By the first letter."""
         return [3.0, 0.0] if text.startswith("a") else [0.0, 3.0]
 
 

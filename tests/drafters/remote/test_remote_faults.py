@@ -46,17 +46,14 @@ BOUND = 5.0
 
 
 def model() -> ModelDrafter:
-    """What the servers draft with."""
     return ModelDrafter(scorer(DRAFT, "draft"))
 
 
 def decoder(drafter: Any, rule: Rule = COUPLED, batch_size: int = 2) -> Decoder:
-    """The target, with some draft."""
     return Decoder(scorer(TARGET), drafter, rule.verify, Fixed(3), batch_size, rule.rng)
 
 
 def requests(sampler: Sampling, count: int = 3) -> list[Any]:
-    """Texts of different lengths, so that rows come and go."""
     return [request((0, 2, *[1] * key), LENGTH - 3 * key, sampler, key=key) for key in range(count)]
 
 
@@ -71,7 +68,6 @@ def bounded(work: Callable[[], list[Row]]) -> list[Row]:
 
 
 def summed(rows: Sequence[Row]) -> Stats:
-    """The statistics of all rows."""
     return sum((row.stats for row in rows), Stats())
 
 
@@ -104,26 +100,21 @@ def behind(
 
 
 def head(data: bytes, **other: Any) -> bytes:
-    """The frame with another head."""
     names = ("magic", "version", "kind", "sequence", "length")
     values = dict(zip(names, HEAD.unpack(data[: HEAD.size]), strict=True)) | other
     return HEAD.pack(*(values[name] for name in names)) + data[HEAD.size :]
 
 
 def body(data: bytes, text: bytes, rest: bytes = b"") -> bytes:
-    """The frame with other JSON."""
     content = struct.pack("!I", len(text)) + text + rest
     return head(data[: HEAD.size], length=len(content)) + content
 
 
 def tokens(change: Callable[[Any], Any]) -> Fault:
-    """Other drafted tokens."""
     return lambda wire, data: changed(data, lambda frame: with_array(frame, 0, change))
 
 
 def values(**change: Callable[[Any], Any]) -> Fault:
-    """Other named values."""
-
     def spoil(frame: Frame) -> Frame:
         return replace(frame, values={**frame.values, **{name: to(frame.values[name]) for name, to in change.items()}})
 

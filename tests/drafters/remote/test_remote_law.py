@@ -44,7 +44,6 @@ RULES = {"token": TOKEN, "block": BLOCK, "match": MATCH}
 
 
 def decoder(target: Table, link: Link, rule: Rule, rng: Rng, gammas: Sequence[int], **use: Any) -> Decoder:
-    """A target with a remote draft; fresh for every branch."""
     return Decoder(
         scorer(target, "target"), RemoteDrafter(link, VOCAB, **use), rule.verify, Cycle(tuple(gammas)), rng=rng
     )

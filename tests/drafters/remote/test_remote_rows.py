@@ -55,7 +55,6 @@ def asked(sampler: Sampling = GREEDY, count: int = 9) -> list[Any]:
 
 
 def texts(rows: Sequence[Row]) -> list[list[int]]:
-    """Their tokens."""
     return [row.tokens for row in rows]
 
 

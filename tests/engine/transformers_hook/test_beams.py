@@ -28,7 +28,6 @@ SETTINGS: dict[str, Any] = {
 
 @cache
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target, and a draft that often agrees with it."""
     target = tiny(FAMILIES["llama"])
     draft = deepcopy(target)
     torch.manual_seed(1)

@@ -56,7 +56,6 @@ def pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def hook(family: str = "llama", gamma: int = 4) -> CustomGenerate:
-    """A fresh callable with the family's noisy draft."""
     return custom_generate(pair(family)[1], gamma)
 
 
@@ -93,7 +92,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompts(rng: random.Random, rows: int) -> Tensor:
-    """Random left-padded prompts."""
     width = rng.randrange(2, 7)
     pads = [rng.randrange(width) for _ in range(rows)]
     return torch.tensor([[PAD] * pad + [rng.randrange(1, HF_VOCAB) for _ in range(width - pad)] for pad in pads])
@@ -160,7 +158,6 @@ def test_token_healing_of_a_batch() -> None:
 
 
 def embedded(family: str, ids: Tensor = BATCH) -> dict[str, Any]:
-    """A left-padded batch as embeddings."""
     table = pair(family)[0].get_input_embeddings()
     return {"inputs_embeds": table(ids).detach(), "attention_mask": (ids != PAD).long(), "pad_token_id": PAD}
 
@@ -217,7 +214,6 @@ CACHES: dict[str, Callable[[PreTrainedModel], Any]] = {
 
 
 def same_states(one: Any, other: Any, last: int) -> None:
-    """Two caches hold the same, in the last tokens at least."""
     length = int(one.get_seq_length())
     assert int(other.get_seq_length()) == length
     for left, right in zip(one.layers, other.layers, strict=True):

@@ -64,7 +64,6 @@ def pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def hook(gamma: int = 4, family: str = "llama", **options: Any) -> CustomGenerate:
-    """A fresh callable with the family's noisy draft."""
     return custom_generate(pair(family)[1], gamma, **options)
 
 
@@ -74,7 +73,6 @@ def padded(ids: Tensor = BATCH) -> dict[str, Any]:
 
 
 def both(model: PreTrainedModel, speculate: CustomGenerate, **kwargs: Any) -> tuple[Any, Any]:
-    """What generate returns without and with the hook."""
     return model.generate(**kwargs), model.generate(**kwargs, custom_generate=speculate)
 
 
@@ -561,7 +559,6 @@ def test_one_call_at_a_time() -> None:
 
 
 def filled_cache(tokens: int = 4, rows: int = 1) -> DynamicCache:
-    """A cache with the first tokens of the prompt."""
     return state_in(pair()[0](BATCH[2:3, :tokens].repeat(rows, 1), use_cache=True))
 
 
