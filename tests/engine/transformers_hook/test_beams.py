@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from slipstream.engine.transformers_hook.custom_generate import custom_generate
-from toys import FAMILIES, tiny
+from toys.hooked import padded, pair
 
-PAD = 0
-BATCH = torch.tensor([[0, 0, 3, 4, 5], [0, 1, 2, 3, 9], [7, 8, 9, 10, 11], [0, 0, 0, 0, 5]])
 SETTINGS: dict[str, Any] = {
-    "input_ids": BATCH,
-    "attention_mask": (BATCH != PAD).long(),
-    "pad_token_id": PAD,
+    **padded(),
     "num_beams": 3,
     "max_new_tokens": 14,
     "do_sample": False,
 }
-
-
-@cache
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = tiny(FAMILIES["llama"])
-    draft = deepcopy(target)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weights in draft.parameters():
-            weights += 0.02 * torch.randn_like(weights)
-    return target, draft
 
 
 def allowed(row: int, ids: Tensor) -> list[int]:
@@ -57,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_generate(name: str) -> None:
-    target, draft = pair()
+    target, draft = pair(noise=0.02)
     speculate = custom_generate(draft, gamma=3)
     asked = {**SETTINGS, **CASES[name]}
     expected, ours = target.generate(**asked), target.generate(**asked, custom_generate=speculate)
@@ -72,7 +54,7 @@ def test_equal_to_generate(name: str) -> None:
 
 
 def test_control_another_model_finds_other_texts() -> None:
-    target, draft = pair()
+    target, draft = pair(noise=0.02)
     assert not torch.equal(
         target.generate(**SETTINGS), draft.generate(**SETTINGS, custom_generate=custom_generate(target))
     )
@@ -82,7 +64,7 @@ def test_what_a_processor_raises_is_raised() -> None:
     def upset(ids: Tensor, scores: Tensor) -> Tensor:
         raise ArithmeticError("no")
 
-    target, draft = pair()
+    target, draft = pair(noise=0.02)
     with pytest.raises(ArithmeticError, match="no"):
         target.generate(**SETTINGS, logits_processor=[upset], custom_generate=custom_generate(draft))
     assert torch.equal(target.generate(**SETTINGS), target.generate(**SETTINGS, custom_generate=custom_generate(draft)))

@@ -5,17 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy, deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -25,7 +21,6 @@ from transformers import (
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteriaList,
     TopKLogitsWarper,
@@ -37,31 +32,13 @@ from slipstream.decoding.rules import BLOCK, COUPLED
 from slipstream.engine.transformers_hook.custom_generate import CustomGenerate, custom_generate
 from slipstream.execution.names import CACHE, state_in, with_cache
 from toys import FAMILIES, HF_VOCAB, rare, tiny
+from toys.hooked import BATCH, PAD, padded, pair, tokenizer
 
-PAD = 0
-BATCH = torch.tensor([[0, 0, 3, 4, 5], [0, 1, 2, 3, 9], [7, 8, 9, 10, 11], [0, 0, 0, 0, 5]])
 SETTINGS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
-
-
-@cache
-def pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target, and a draft that agrees with it now and then: the target with noise in its weights."""
-    target = tiny(FAMILIES[family])
-    draft = deepcopy(target)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weights in draft.parameters():
-            weights += 0.035 * torch.randn_like(weights)
-    return target, draft
 
 
 def hook(family: str = "llama", gamma: int = 4) -> CustomGenerate:
     return custom_generate(pair(family)[1], gamma)
-
-
-def padded(ids: Tensor = BATCH) -> dict[str, Any]:
-    """A left-padded batch as a tokenizer gives it."""
-    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "pad_token_id": PAD}
 
 
 def both(family: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -75,17 +52,6 @@ def both(family: str, **kwargs: Any) -> tuple[Any, Any]:
 
 
 MADE = {CACHE}  # arguments that generate changes
-
-
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Token 0 is padding, then come letters, then pairs of them."""
-    letters = "abcdefghij"
-    tokens = ["_", *letters, *(x + y for x in letters for y in letters)][:HF_VOCAB]
-    merges = [(token[0], token[1]) for token in tokens if len(token) == 2]
-    words = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    words.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_", bos_token="ij", padding_side="left")
 
 
 # ---- the tokenizer: stop strings and token healing --------------------------------------------------------------
@@ -408,28 +374,6 @@ def test_arguments(name: str, rows: slice) -> None:
 ROWWISE = {"input_ids", "attention_mask", "position_ids"}
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "logits of beams": {"num_beams": 3, "output_logits": True, "return_dict_in_generate": True},
-    "an assistant": {"assistant_model": pair()[1], "input_ids": BATCH[2:3], "attention_mask": torch.ones(1, 5)},
-    "prompt lookup": {"prompt_lookup_num_tokens": 2, "input_ids": BATCH[2:3], "attention_mask": torch.ones(1, 5)},
-    "guidance": {"guidance_scale": 1.5},
-    "attentions": {"output_attentions": True, "return_dict_in_generate": True},
-    "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
-    "offloading": {"cache_implementation": "offloaded"},
-    "gpus": {"synced_gpus": True},
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one sentence, before any work."""
-    monkeypatch.setattr(torch, "Stream", object)  # generate makes one to offload; torch for GPUs has none without a GPU
-    with pytest.raises(ValueError) as refusal:
-        pair()[0].generate(**{**padded(), **SETTINGS, **REFUSED[name]}, custom_generate=hook())
-    assert "slipstream" in refusal.traceback[-1].path.parts
-    assert str(refusal.value).count(". ") == 0 and str(refusal.value).endswith(".")
-
-
 # ---- copies -----------------------------------------------------------------------------------------------------
 
 
@@ -460,10 +404,3 @@ def test_two_models_in_turn_and_one_that_changes() -> None:
     model.to(torch.float64)
     expected = model.generate(**padded(), **SETTINGS)
     assert torch.equal(expected, model.generate(**padded(), **SETTINGS, custom_generate=speculate))
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Tests draw from the global generator: the same numbers in any order."""
-    torch.manual_seed(0)
-    yield
