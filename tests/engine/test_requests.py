@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding, LogitsProcessorList, TemperatureLogitsWarper
 
 import slipstream
+from slipstream.core.values import OptionError, PromptTooLong
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.options import read_options
 from slipstream.engine.requests import read_prompts
@@ -206,6 +208,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": [-1]}, "seed=-1 is not possible"),
     ({"seed": [0.5]}, "seed=0.5 is not possible"),
     ({"n": 0}, "n=0 is not possible"),
+    ({"temperature": -1}, "temperature=-1 is not possible"),
+    ({"top_p": 2}, "top_p=2 is not possible"),
+    ({"typical_p": 0}, "typical_p=0 is not possible"),
+    ({"verify": "guess"}, "verify='guess' is not known"),
+    ({"length_penalty": 1.0}, "length_penalty is for beam search"),
+    ({"num_beams": 0}, "num_beams=0 is not possible"),
     ({"logprobs": -1}, "logprobs=-1 is not possible"),
     ({"logprobs": True}, "logprobs=True is not possible"),
     ({"echo": 1}, "echo=1 is not possible"),
@@ -222,11 +230,31 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens=9 is above max_new_tokens=4"),
 ]
 
+UNNAMED = {
+    *(r"stop is 5 \(int\): it is one text or several", r"stop_token_ids is 5 \(int\): it is a list of token ids"),
+    *("stop is b'x'", "a word of bad_words is 5"),
+}
+"""What is said of a list that is none, whatever it is for."""
+
 
 @pytest.mark.parametrize(("options", "says"), WRONG, ids=lambda value: str(value)[:40])
 def test_options_that_are_refused(engine: slipstream.Engine, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) as caught:
         engine.generate("x", **options)
+    if isinstance(caught.value, OptionError):  # it names its option, also between processes
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert again.option.replace("new_", "") in {name.replace("new_", "") for name in options}
+        assert (again.option, str(again)) == (caught.value.option, str(caught.value))
+    else:
+        assert says in UNNAMED
+
+
+def test_a_prompt_is_no_option(engine: slipstream.Engine) -> None:
+    with pytest.raises(ValueError) as caught:
+        engine.encode("")
+    assert not isinstance(caught.value, OptionError | PromptTooLong)
+    with pytest.raises(PromptTooLong, match="holds 1024"):
+        engine.encode("x = 1\n" * 1000)
 
 
 def test_none_is_the_default_and_numpy_numbers_are_numbers() -> None:
