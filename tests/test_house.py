@@ -79,7 +79,6 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "execution.passes",
         "execution.native",
         "execution.cuda_graphs",
-        "execution.traced_passes",
         "execution.backends",
         "kernels.packing",
         "kernels.attention",

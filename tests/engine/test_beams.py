@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import slipstream
 from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
-from slipstream.decoding.memory_limit import MemoryLimit
+from slipstream.decoding.scheduler import MemoryLimit
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion

@@ -13,8 +13,7 @@ from slipstream.core.round import Stopwatch
 from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.memory_limit import MemoryLimit
-from slipstream.decoding.scheduler import check_requests
+from slipstream.decoding.scheduler import MemoryLimit, check_requests
 from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from slipstream.core.draft import Draft
-from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Scorer, Traits
 from slipstream.core.round import Context, Round
 from slipstream.drafters.following import Follower
-from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
-from slipstream.execution.draft_graphs import FED, DraftsInGraphs
+from slipstream.drafters.sampled import sample_after
+from slipstream.execution.draft_graphs import FED
 
 
 class ModelDrafter:
@@ -28,7 +25,6 @@ class ModelDrafter:
         self.scorer = scorer
         self.vocab = vocab or scorer.vocab
         self._follower = Follower(scorer, at_once)
-        self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
         self.traits = Traits((scorer,), scorer, release=self._follower.release)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -36,18 +32,7 @@ class ModelDrafter:
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         missing = self._follower.lacking(max(gammas))
-        chains = chains_by_graphs(self._graphs, context, missing, gammas, self.vocab)
-        if chains is not None:
-            return Draft(*chains, tuple(gammas), self._follower.windowed(gammas))
-
-        def law_after(tokens: Tensor) -> Law:
-            if i := tokens.shape[1]:
-                logits = self.scorer.extend(tokens[:, -1:], [int(i < wanted) for wanted in gammas])
-            else:
-                logits = self._follower.feed(missing)
-            return law_of(context, pad_vocabulary(logits, self.vocab), tokens, self.scorer.name)
-
-        draft = sample_chain(context, law_after, gammas, self.scorer.device)
+        draft = sample_after(context, self.scorer, missing, gammas, self.vocab, lambda: self._follower.feed(missing))
         return replace(draft, windowed=self._follower.windowed(gammas))
 
     def observe(self, round: Round) -> None:

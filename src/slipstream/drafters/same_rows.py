@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
-from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, HasModel, Traits
 from slipstream.core.round import Context
-from slipstream.drafters.sampled import chains_by_graphs, law_of, sample_chain
-from slipstream.execution.draft_graphs import DraftsInGraphs
+from slipstream.drafters.sampled import sample_after
 from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
@@ -31,7 +29,6 @@ class SameRowsDrafter(Drafter):
 
     def __init__(self, scorer: HasModel) -> None:
         self.scorer = scorer
-        self._graphs = scorer if isinstance(scorer, DraftsInGraphs) else None
         self.traits = Traits(model=scorer, on_target_rows=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -41,20 +38,14 @@ class SameRowsDrafter(Drafter):
         if before != [len(row.tokens) - 1 for row in context.rows]:
             raise ValueError(f"{self.scorer.name} drafts only for the target it was made of: make one for this target.")
         fed = [row.tokens[-1:] if gamma else [] for row, gamma in zip(context.rows, gammas, strict=True)]
-        chains = chains_by_graphs(self._graphs, context, fed, gammas, self.scorer.vocab)
-        draft = Draft(*chains, tuple(gammas)) if chains else self._token_by_token(context, gammas)
+
+        def feed() -> Tensor:
+            pending = torch.tensor([row.tokens[-1:] for row in context.rows], device=self.scorer.device)
+            return self.scorer.extend(pending, [int(gamma > 0) for gamma in gammas])
+
+        draft = sample_after(context, self.scorer, fed, gammas, self.scorer.vocab, feed)
         self.scorer.rollback(before)
         return draft
-
-    def _token_by_token(self, context: Context, gammas: Sequence[int]) -> Draft:
-        pending = torch.tensor([row.tokens[-1:] for row in context.rows], device=self.scorer.device)
-
-        def law_after(tokens: Tensor) -> Law:
-            i = tokens.shape[1]
-            logits = self.scorer.extend(tokens[:, -1:] if i else pending, [int(i < wanted) for wanted in gammas])
-            return law_of(context, logits, tokens, self.scorer.name)
-
-        return sample_chain(context, law_after, gammas, self.scorer.device)
 
 
 def exit_drafter(target: HasModel, layers: int | Sequence[int]) -> SameRowsDrafter:

@@ -1,19 +1,20 @@
-"""Samples chains from a model: `sample_chain` token by token, `chains_by_graphs` all at once with graphs."""
+"""Samples chains: `sample_chain` from laws token by token, `sample_after` from a Scorer, all at once with graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.draws import Purpose
-from slipstream.core.law import Law
+from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.request import Prefixes
 from slipstream.core.round import Context
 from slipstream.decoding.sampling import temperatures_of
-from slipstream.execution.draft_graphs import DraftsInGraphs, Wish
+from slipstream.execution.draft_graphs import Wish
 
 LawAfter = Callable[[Tensor], Law | None]
 """A function from the tokens drafted so far (rows, i) to the law (rows, 1) of the next; None ends the chain."""
@@ -51,16 +52,34 @@ def law_of(context: Context, logits: Tensor, tokens: Tensor, name: str) -> Law:
     return context.law(logits, Prefixes.chain(tokens, 1), name)
 
 
-def chains_by_graphs(
-    graphs: DraftsInGraphs | None, context: Context, fed: Sequence[Sequence[int]], gammas: Sequence[int], vocab: int
+def sample_after(
+    context: Context,
+    scorer: Any,
+    fed: Sequence[Sequence[int]],
+    gammas: Sequence[int],
+    vocab: int,
+    feed: Callable[[], Tensor],
+) -> Draft:
+    """Sample a chain from a Scorer after the tokens `fed`, of ids below `vocab`: by its graphs, if it has such.
+
+    Otherwise `feed` feeds them -> logits (rows, 1, vocab), and each drafted token is fed by itself.
+    """
+    if (chains := _by_graphs(context, scorer, fed, gammas, vocab)) is not None:
+        return Draft(*chains, tuple(gammas))
+
+    def law_after(tokens: Tensor) -> Law:
+        i = tokens.shape[1]
+        logits = scorer.extend(tokens[:, -1:], [int(i < wanted) for wanted in gammas]) if i else feed()
+        return law_of(context, pad_vocabulary(logits, vocab), tokens, scorer.name)
+
+    return sample_chain(context, law_after, gammas, scorer.device)
+
+
+def _by_graphs(
+    context: Context, scorer: Any, fed: Sequence[Sequence[int]], gammas: Sequence[int], vocab: int
 ) -> tuple[Tensor, Law] | None:
-    """Draft with graphs -> tokens (rows, gamma) after those that are `fed`, and the law of each, equal to those drawn
-    token by token; None if there are no graphs, or if settings other than the temperature shape the laws."""
-    if graphs is None or graphs.draft_graphs is None:
-        return None
-    if (temperatures := temperatures_of(context.rows)) is None:
+    """Draft with graphs -> tokens and laws equal to those drawn token by token; None if only that is possible."""
+    if getattr(scorer, "draft_graphs", None) is None or (temperatures := temperatures_of(context.rows)) is None:
         return None
     chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
-    if chances is None:
-        return None
-    return graphs.chain(Wish(fed, gammas, temperatures, vocab, chances))
+    return None if chances is None else scorer.chain(Wish(fed, gammas, temperatures, vocab, chances))

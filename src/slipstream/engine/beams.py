@@ -11,7 +11,7 @@ from slipstream.core.stats import Stats
 from slipstream.core.values import OptionError
 from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
 from slipstream.decoding.beam_search import BeamSearch
-from slipstream.decoding.memory_limit import MemoryLimit
+from slipstream.decoding.scheduler import MemoryLimit
 from slipstream.engine.generation import Completion, Generation
 from slipstream.engine.job import Job
 

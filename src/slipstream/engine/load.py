@@ -114,7 +114,9 @@ def load(
         made.check_target(None, scorer.vocab)
     own = Defaults.of(scorer.model, tokenizer, AUTO if how.generation_config is None else how.generation_config)
     framing = _frame(scorer, tokenizer, how.task, how.exact_shape)
-    ahead, verification = mode.of_draft(_graph_gammas(steering)), verification_on(scorer.device, mode)
+    # Graphs of whole drafts are for a gamma that is known before decoding.
+    gammas = (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()
+    ahead, verification = mode.of_draft(gammas), verification_on(scorer.device, mode)
     context = BuildContext(scorer, tokenizer, dtype, how.device, shape, mode=ahead, independent=bool(chosen.paths))
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=how.batch_size, verification=verification)
@@ -209,8 +211,3 @@ def _controller(tree: Sequence[int] | None, gamma: int | str | Controller | None
     if tree and gamma is None:
         return Fixed(len(tree))
     return controller(GAMMA if gamma is None else gamma, most=len(tree) if tree else None)
-
-
-def _graph_gammas(steering: Controller) -> tuple[int, ...]:
-    """Return the gammas for which graphs of whole drafts are compiled; empty if gamma is chosen while decoding."""
-    return (steering.most,) if isinstance(steering, Fixed | Planned) and steering.most else ()

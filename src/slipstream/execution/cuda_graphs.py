@@ -36,9 +36,12 @@ from slipstream.execution.passes import (
     Places,
     Watching,
     compare,
+    constant_sizes,
     forward_showing,
+    sizes_of_pass,
+    tensors_of_pass,
+    traced_pass,
 )
-from slipstream.execution.traced_passes import constant_sizes, sizes_of_pass, tensors_of_pass, traced_pass
 
 BUCKET = 256
 """The fewest slots that captured work reads; see `bucket`."""

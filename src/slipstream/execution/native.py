@@ -10,10 +10,20 @@ from transformers import PreTrainedModel
 
 from slipstream.cache.stores import Stores
 from slipstream.execution.names import with_cache
-from slipstream.execution.passes import Cross, Parts, Pass, PassResult, Places, Watching, compare, forward
+from slipstream.execution.passes import (
+    Cross,
+    Parts,
+    Pass,
+    PassResult,
+    Places,
+    Watching,
+    compare,
+    forward,
+    sizes_of_pass,
+    tensors_of_pass,
+)
 from slipstream.execution.programs import Program, first_line, recorded
 from slipstream.execution.recording import Recording
-from slipstream.execution.traced_passes import sizes_of_pass, tensors_of_pass
 from slipstream.kernels.packing import inputs_as_they_are
 
 

@@ -47,10 +47,6 @@ class Prompt:
         rows = zip(map(tuple, ids.tolist()), pads, strict=True)
         return [Prompt(row[count:], row[:count]) for row, count in rows]
 
-    @property
-    def shown_as_it_is(self) -> bool:
-        return not self.head and not self.hidden
-
 
 @dataclass(frozen=True, eq=False)
 class _InBatch:
@@ -154,7 +150,8 @@ class Batch:
         """Return the processor for one row: itself if it reads the text alone, else called as `generate` would."""
         kind, known = type(processor), type(processor) in ROW_FREE
         own = _of_row(row, processor)
-        if known and not away and (kind in PREFIX_FREE or self.prompts[row].shown_as_it_is):
+        as_it_is = not (self.prompts[row].head or self.prompts[row].hidden)
+        if known and not away and (kind in PREFIX_FREE or as_it_is):
             return own
         alone = known or kind is hf.PrefixConstrainedLogitsProcessor
         return _InBatch(own, self, row, 1 if alone else len(self.prompts), known)

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from slipstream.core.draft import Tree
-from slipstream.core.protocols import Shape
-from slipstream.core.source import Source, SourceForm
+from slipstream.core.source import Source
 from slipstream.execution.names import CACHE, state_in
 from slipstream.models.causal import CausalScorer
 
@@ -100,17 +99,14 @@ class Continued:
         self, scorer: CausalScorer, prompt: ReadPrompt, rows: Sequence[int], counts: Sequence[int], all: bool
     ) -> None:
         self.scorer, self.prompt, self.rows = scorer, prompt, rows
-        self.name, self.vocab, self.device = scorer.name, scorer.vocab, scorer.device
+        self.name, self.vocab, self.device, self.source_form = scorer.name, scorer.vocab, scorer.device, None
+        self.prefill, self.scrub, self.fix_shape = scorer.prefill, scorer.scrub, scorer.fix_shape
         covered = [prompt.width - prompt.pads[row] for row in rows]
         self._unseen = [have - count for have, count in zip(covered, counts, strict=True)]
         self._before: list[int] = []  # the hidden tokens before each row that is in the cache
         self.context = scorer.context and scorer.context - max(self._unseen)
         # The logits of the prompt's last token, until `extend` has returned them.
         self._next = prompt.logits[list(rows)].to(self.device) if all else None
-
-    @property
-    def source_form(self) -> SourceForm | None:
-        return self.scorer.source_form
 
     @property
     def lengths(self) -> list[int]:
@@ -124,9 +120,6 @@ class Continued:
             row = self.rows[place]
             self.scorer.fill(place, self.prompt.states(row), self.prompt.width - self.prompt.pads[row])
             self._before.append(self._unseen[place])
-
-    def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        self.scorer.prefill(texts, first)
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens -> logits (rows, n, vocab); the prompt's last token has been read and is not fed again."""
@@ -144,18 +137,12 @@ class Continued:
         self.scorer.fork(rows)
         self._before += [self._before[row] for row in rows]
 
-    def scrub(self) -> None:
-        self.scorer.scrub()
-
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         self.scorer.keep([start + before for start, before in zip(starts, self._before, strict=True)], paths)
 
     def free(self, rows: Sequence[int]) -> None:
         self.scorer.free(rows)
         self._before = [before for row, before in enumerate(self._before) if row not in set(rows)]
-
-    def fix_shape(self, shape: Shape | None) -> None:
-        self.scorer.fix_shape(shape)
 
 
 def nearest_tokens(model: PreTrainedModel, embeddings: Tensor) -> Tensor:

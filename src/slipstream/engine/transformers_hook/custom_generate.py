@@ -238,7 +238,7 @@ def _after_prompts(
         return decoder
     counts = [len(request.prompt) for request in requests]
     places = range(len(requests)) if rows is None else rows
-    target = Continued(cast(CausalScorer, decoder.target), read, places, counts, all=rows is None)
+    target: Any = Continued(cast(CausalScorer, decoder.target), read, places, counts, all=rows is None)
     return replace(decoder, target=target)
 
 
