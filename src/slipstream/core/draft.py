@@ -231,5 +231,8 @@ def accepted_paths(verdict: Verdict) -> list[list[int]]:
     return [path[:count] for path, count in pairs]
 
 
-Verifier = Callable[[Law, Draft, Callable[..., Tensor]], Verdict]
-"""A verifier: (p over gamma + 1 positions, draft, draw(law, purpose, start=0, node=None)) -> Verdict."""
+Draw = Callable[..., Tensor]
+"""The only randomness of a verifier: draw(law, purpose, start=0, node=None) -> tokens."""
+
+Verifier = Callable[[Law, Draft, Draw], Verdict]
+"""A verifier: (p over gamma + 1 positions, draft, draw) -> Verdict."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -40,25 +41,7 @@ class Stats:
     levels: dict[str, Stats] = field(default_factory=dict)
 
     def __add__(self, other: Stats) -> Stats:
-        def padded(left: list[int], right: list[int]) -> list[int]:
-            width = max(len(left), len(right))
-            return [sum(x[i] for x in (left, right) if i < len(x)) for i in range(width)]
-
-        phases = {**self.seconds, **other.seconds}
-        return Stats(
-            **{name: getattr(self, name) + getattr(other, name) for name in COUNTS},
-            drafted_by_position=padded(self.drafted_by_position, other.drafted_by_position),
-            accepted_by_position=padded(self.accepted_by_position, other.accepted_by_position),
-            seconds={name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in phases},
-            undrafted={
-                reason: self.undrafted.get(reason, 0) + other.undrafted.get(reason, 0)
-                for reason in {**self.undrafted, **other.undrafted}
-            },
-            levels={
-                name: self.levels.get(name, Stats()) + other.levels.get(name, Stats())
-                for name in {**self.levels, **other.levels}
-            },
-        )
+        return Stats(**{each.name: _sum(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)})
 
     def spend(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -118,7 +101,10 @@ class Stats:
         return {**figures, **counted, "seconds": dict(self.seconds), "levels": levels}
 
 
-COUNTS = (
-    *("emitted", "accepted", "drafted", "tested", "beta", "target_calls", "windowed", "cached", "ahead"),
-    *("predicted", "predicted_accepted", "relaxed", "distance"),
-)
+def _sum(one: Any, other: Any) -> Any:
+    if isinstance(one, list):
+        return [sum(pair) for pair in zip_longest(one, other, fillvalue=0)]
+    if isinstance(one, dict):
+        zeros = {name: type(count)() for name, count in {**one, **other}.items()}
+        return {name: _sum(one.get(name, zero), other.get(name, zero)) for name, zero in zeros.items()}
+    return one + other

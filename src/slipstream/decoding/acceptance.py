@@ -7,18 +7,15 @@ gamma + 1 positions, the draft and its law q gamma; rows may draft fewer (`draft
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draft import Draft, Draw, Verdict, Verifier
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, distance
 from slipstream.kernels import laws as kernels
 from slipstream.kernels.laws import laws_fit
-
-Draw = Callable[..., Tensor]
 
 
 def token(p: Law, draft: Draft, draw: Draw) -> Verdict:

@@ -7,18 +7,15 @@ others, so that two of them may have the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draft import Draft, Draw, Verdict
 from slipstream.core.law import Law
 from slipstream.decoding.acceptance import beta, block, nothing_drafted
 from slipstream.decoding.tree_acceptance import match
-
-Draw = Callable[..., Tensor]
 
 
 def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from slipstream.core.draft import Draft, Verdict, Verifier
+from slipstream.core.draft import Draft, Draw, Verdict, Verifier
 from slipstream.core.draws import Rng, draw, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.values import OptionError
@@ -35,7 +32,7 @@ class ByShape:
     tree: Verifier
     paths: Verifier
 
-    def __call__(self, p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
+    def __call__(self, p: Law, draft: Draft, draw: Draw) -> Verdict:
         if draft.parents is None:
             return self.chain(p, draft, draw)
         return (self.tree if draft.paths is None else self.paths)(p, draft, draw)

@@ -6,17 +6,14 @@ pending token (position 0) and every node j (position j + 1). All rows share the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
+from slipstream.core.draft import ABSENT, Draft, Draw, Verdict, ancestors
 from slipstream.core.draws import Purpose
 from slipstream.core.law import Law
 from slipstream.decoding.acceptance import beta, nothing_drafted
 
-Draw = Callable[..., Tensor]
 ROOT = -1
 
 

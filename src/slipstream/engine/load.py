@@ -39,56 +39,30 @@ GAMMA = 5
 def load(
     target: Any = None, draft: Any = None, *, progress: Callable[[str], object] | None = None, **options: Any
 ) -> Engine:
-    """Load a target and a draft -> an Engine that generates text with them.
+    """Load a target and a draft -> an Engine that generates text with them; the options are those of `ModelOptions`.
 
     The target is a hub name, a folder, a .gguf file, a name of `models.loading.pairings` ("smollm2") or a loaded model;
     without one, the embedded pair is loaded. A LoRA adapter (in its place, beside it as `adapter`, or a model of peft)
     is merged into a copy of its weights. The draft is a model too, another specification ("lookup", "ngram:FILE", ...:
     `slipstream.drafters.specification`) or a Drafter; without one, a named target has the draft that is declared for it
-    ("plain": none), and any other decodes plainly. `gamma` tokens (5) are drafted per round; "auto" chooses the
-    number by measured times, and a controller may choose it too. Instead of `gamma`, a `tree` gives the candidates per
-    level, e.g. (3, 2, 1). `verify` is the acceptance rule (block) or its name; "gbv:3" drafts three paths of gamma
-    tokens. A `plan` (or its file) supplies what is not given here: target, draft, gamma by the number of rows in the
-    batch, rule and dtype. `exact_shape` runs every pass of the target in one shape, so that plain and speculative
-    decoding compute bit-identical logits (slower; chains only).
+    ("plain": none), and any other decodes plainly. `gamma` tokens (5) are drafted per round; "auto" or a controller
+    chooses the number, or a `tree` gives the candidates per level, e.g. (3, 2, 1). `verify` is the acceptance rule
+    (block) or its name. A `plan` (or its file) supplies what is not given here.
 
-    An encoder-decoder reads its prompts as sources; `task` is the name of a task in its configuration
-    ("translation_en_to_de"), two languages ("eng_Latn>deu_Latn"), the text before every source ("summarize: "), or a
-    `tasks.Task`.
+    Some options make another model, whose law texts then follow: `quantize` ("int8", "int4?group=128&rounding=gptq") of
+    its weights, `kv_dtype` ("int8") of its keys and values, `encoder_dtype` of an encoder alone. To keep the law,
+    quantize the draft: draft="int4" for the target's own weights, draft="NAME?quantize=int8" for those of a draft.
 
-    The model's `generation_config` ("auto") supplies what a call does not set, as for transformers' `generate`; another
-    one, or a folder, may be given instead, and "none" ignores it. `Engine.notes` list what it sets.
+    `task` of an encoder-decoder may be a `tasks.Task` too. A multimodal model reads images or sounds if its `processor`
+    is stored with it or given; its draft reads the text without them. `compile` captures passes as graphs on a GPU
+    before `load` returns, and calls `progress` with a line for each; on a CPU it packs the weights of models that are
+    passed in, as those of models loaded by name always are. `dtype` and `device` apply to both models: to place them
+    apart, pass loaded ones. With `tp_plan`, rank 0 calls `load`, and the others `slipstream.follow()` before that.
+    Without `threads`, the first call lowers torch's to the cores that affinity and quota allow, unless OMP_NUM_THREADS
+    is set. Further arguments go to transformers' `from_pretrained` of the target.
 
-    A multimodal model also reads images or sounds if its processor is stored with it, or is given as `processor`; its
-    draft reads the text without them.
-
-    `compile` captures the models' passes as graphs on a GPU before `load` returns (`progress` is called with a line for
-    each); a model that cannot be captured runs eagerly, with one warning. On a CPU it packs the weights of models that
-    are passed in, as those of models that are loaded by name always are, so that they run by programs.
-
-    `quantize` ("int8", "int4", "int4?group=128&rounding=gptq") quantizes the target's weights: the quantized model then
-    is the target, and texts follow its law (CPUs only). To keep the law of the unquantized weights, quantize the draft
-    instead: draft="int4" for the target's own weights, draft="NAME?quantize=int8" for those of a draft model.
-
-    `kv_dtype` ("int8") stores the target's keys and values in 8 bits, with a scale for each head of each token: about
-    half the memory of bfloat16. The model with this cache then is the target; the draft's own cache stays as it is.
-
-    `dtype` ("auto", "float32", "bfloat16", "float16") and `device` apply to both models; to place them on different
-    devices, pass loaded models. `encoder_dtype` is the type of an encoder-decoder target's encoder alone: "bfloat16"
-    reads sources in half the time on CPUs beside a decoder in float32. The model with this encoder then is the target.
-    `from_pretrained` goes to transformers' `from_pretrained` of the target:
-    `device_map="auto"` spreads it over devices, and `trust_remote_code=True` runs code that comes with it.
-
-    `tp_plan` ("auto", or changes to transformers' plan of the model) divides the weights of the target among the
-    processes that torchrun started, one for each device. Rank 0 calls `load`; the others call `slipstream.follow()`
-    before that.
-
-    `threads` is the number of threads that torch computes with in this process. Without it, the first call lowers that
-    number to the cores that affinity and quota allow, unless OMP_NUM_THREADS is set; it is never raised.
-
-    A draft may have another tokenizer (`Engine.notes` then describe how it drafts). Raises ValueError if a model cannot
-    be loaded, has a state that cannot be rolled back, if target and draft have no token in common, or if the plan is
-    for another target.
+    `Engine.notes` say what was chosen. Raises ValueError if a model cannot be loaded or rolled back, if target and
+    draft have no token in common, or if the plan is for another target.
     """
     how = target if isinstance(target, ModelOptions) else ModelOptions.of(target, draft, **options)
     if made := _read_plan(how.plan, how.target):
