@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-BLOCK = 16
-"""The number of tokens in a block, the unit that is stored and found."""
+BLOCK = 16  # the number of tokens in a block, the unit that is stored and found
 
 
 @dataclass(eq=False)

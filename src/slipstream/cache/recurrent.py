@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 State = TypeVar("State")
 
-MOST_KEPT = 64
-"""The greatest number of states kept per row: more than a round ever makes."""
+MOST_KEPT = 64  # the greatest number of states kept per row: more than a round ever makes
 
 
 @dataclass

@@ -17,8 +17,7 @@ from slipstream.cache.pages import bytes_taken, clear, zeros
 from slipstream.cache.stores import FloatStore, Store, each_tensor
 
 FIRST_SLOTS = 128
-INDEXER = 1_000_000
-"""The first layer number under which keys of indexers are stored, above all numbers of layers."""
+INDEXER = 1_000_000  # the first layer number under which keys of indexers are stored, above all numbers of layers
 
 
 class RowCache:

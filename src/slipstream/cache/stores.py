@@ -66,8 +66,7 @@ def _int8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Store = FloatStore | Int8Store
-Stores = list[Store]
-"""The keys and values of every layer."""
+Stores = list[Store]  # the keys and values of every layer
 
 
 def store_format(kv_dtype: str | None) -> type[Store]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from slipstream.core.law import Law
 
-ABSENT = -1
-"""The token id that marks a tree node which a row does not have."""
+ABSENT = -1  # the token id that marks a tree node which a row does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +230,6 @@ def accepted_paths(verdict: Verdict) -> list[list[int]]:
     return [path[:count] for path, count in pairs]
 
 
-Draw = Callable[..., Tensor]
-"""The only randomness of a verifier: draw(law, purpose, start=0, node=None) -> tokens."""
+Draw = Callable[..., Tensor]  # the only randomness of a verifier: draw(law, purpose, start=0, node=None) -> tokens
 
-Verifier = Callable[[Law, Draft, Draw], Verdict]
-"""A verifier: (p over gamma + 1 positions, draft, draw) -> Verdict."""
+Verifier = Callable[[Law, Draft, Draw], Verdict]  # A verifier: (p over gamma + 1 positions, draft, draw) -> Verdict

@@ -198,11 +198,9 @@ def gumbel_noise(seed: int, request: int, text: tuple[int, ...], vocab: int) -> 
     return -torch.from_numpy(np.random.Generator(bits).standard_exponential(vocab).clip(min=1e-300)).log()
 
 
-draw = Inversion()
-"""The `Rng` of all rules but the coupled one."""
+draw = Inversion()  # the `Rng` of all rules but the coupled one
 
-draw_coupled = GumbelChoice()
-"""The `Rng` of the coupled rule: the text of a seed is the same with any draft."""
+draw_coupled = GumbelChoice()  # the `Rng` of the coupled rule: the text of a seed is the same with any draft
 
 
 @dataclass(frozen=True)

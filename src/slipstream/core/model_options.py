@@ -13,11 +13,8 @@ from typing import Any, Literal
 
 from slipstream.core.options import declared, option
 
-DEVICES = str | dict[str, Any]
-"""The kind of `device_map`."""
-
-RANKS = Literal["auto"] | dict[str, str]
-"""The kind of `tp_plan`."""
+DEVICES = str | dict[str, Any]  # the kind of `device_map`
+RANKS = Literal["auto"] | dict[str, str]  # the kind of `tp_plan`
 
 FLOATS = Literal["float32", "bfloat16", "float16"]
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
@@ -168,8 +165,7 @@ class ModelOptions:
         return {**target, **self.from_pretrained}
 
 
-MODEL_OPTIONS = declared(ModelOptions)
-"""All options of models, by their names."""
+MODEL_OPTIONS = declared(ModelOptions)  # all options of models, by their names
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:

@@ -13,11 +13,8 @@ from typing import Any, Literal
 
 from slipstream.core.values import OptionError, is_finite, is_whole, true_or_false
 
-TINY = 1e-20
-"""The least temperature above 0; logits divided by a smaller one are infinite."""
-
-WHEN = bool | Literal["never"]
-"""The kind of `early_stopping`."""
+TINY = 1e-20  # the least temperature above 0; logits divided by a smaller one are infinite
+WHEN = bool | Literal["never"]  # the kind of `early_stopping`
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,7 @@ def option(default: Any, help: str, words: str = "", bounds: str = "(-inf, inf)"
     return field(default_factory=dict, metadata=about) if default == {} else field(default=default, metadata=about)
 
 
-PYTHON_ONLY: dict[str, Any] = {"group": "", "request": None, "hf": None}
-"""What an option has that is of Python alone."""
+PYTHON_ONLY: dict[str, Any] = {"group": "", "request": None, "hf": None}  # what an option has that is of Python alone
 
 
 def declared(table: type) -> dict[str, Option]:
@@ -234,11 +230,8 @@ class CallFields:
 
 
 SAMPLING, CALL = declared(SamplingFields), declared(CallFields)
-OPTIONS = SAMPLING | CALL
-"""All options of a call, by their names."""
-
-SHAPES = tuple(name for name, each in SAMPLING.items() if each.is_number)
-"""The numbers that change the distribution."""
+OPTIONS = SAMPLING | CALL  # all options of a call, by their names
+SHAPES = tuple(name for name, each in SAMPLING.items() if each.is_number)  # the numbers that change the distribution
 
 REQUEST_FIELDS = {name: each.field for name, each in OPTIONS.items() if each.field}
 """The options that requests have, and their fields."""

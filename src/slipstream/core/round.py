@@ -16,8 +16,7 @@ from slipstream.core.draws import Key, Rng
 from slipstream.core.law import Fault, Faults, Law, RowFailure
 from slipstream.core.request import Prefixes, Row
 
-PREFILL_CHUNK = 512
-"""The number of prompt tokens that a model reads between two rounds (chunked prefill)."""
+PREFILL_CHUNK = 512  # the number of prompt tokens that a model reads between two rounds (chunked prefill)
 
 
 class Stopwatch:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Source = tuple[int, ...] | Tensor
-"""The input of an encoder: token ids, or audio features (bins, frames)."""
+Source = tuple[int, ...] | Tensor  # the input of an encoder: token ids, or audio features (bins, frames)
 
 
 @dataclass(frozen=True)

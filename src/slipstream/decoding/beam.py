@@ -17,8 +17,7 @@ from slipstream.decoding.scheduler import MemoryLimit, check_requests
 from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
 
-EXTRA = 2
-"""The number of beams that a draft model keeps beyond the target's: u - w in appendix A.4 of arXiv 2211.17192."""
+EXTRA = 2  # the number of beams that a draft model keeps beyond the target's: u - w in appendix A.4 of arXiv 2211.17192
 
 
 class BeamDecoder:

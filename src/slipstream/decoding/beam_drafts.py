@@ -17,8 +17,7 @@ from slipstream.core.round import Context
 from slipstream.decoding.beam_search import Beam, BeamSearch, best_beams, best_continuations
 from slipstream.decoding.tries import TrieCache
 
-Proposal = list[Prefix]
-"""Prefixes whose scores a search may need, parents first, without the live ones."""
+Proposal = list[Prefix]  # prefixes whose scores a search may need, parents first, without the live ones
 
 
 class BeamDrafts(ABC):

@@ -31,8 +31,7 @@ CAPTURABLE = frozenset(rule.verify for rule in (TOKEN, BLOCK, MATCH))
 MOST_GRAPHS = 24
 """The greatest number of graphs that are kept: each holds laws over the whole vocabulary for all its positions."""
 
-ROUNDING = 1e-3
-"""The greatest total variation between a law from a graph and the same law made eagerly."""
+ROUNDING = 1e-3  # the greatest total variation between a law from a graph and the same law made eagerly
 
 
 def verification_on(device: torch.device, mode: Mode) -> Verification:

@@ -20,11 +20,8 @@ from transformers import LogitsProcessor
 from slipstream.core.draft import common_length
 from slipstream.text.jsontext import json_text
 
-ANSWER = "@answer"
-"""The name, in Lark, of the grammar that `Grammars.within` is given."""
-
-MATCHERS = 64
-"""The number of texts per grammar whose states are kept; any other text is matched from its beginning."""
+ANSWER = "@answer"  # the name, in Lark, of the grammar that `Grammars.within` is given
+MATCHERS = 64  # the number of texts per grammar whose states are kept; any other text is matched from its beginning
 
 Found = TypeVar("Found")
 
@@ -111,8 +108,7 @@ class Grammar:
         return self._count, _State(new_matcher(self._tokens, self.source))
 
 
-DRAFTED = 64
-"""The number of tokens by which a state may be ahead of its text, because it followed a draft."""
+DRAFTED = 64  # the number of tokens by which a state may be ahead of its text, because it followed a draft
 
 
 @dataclass

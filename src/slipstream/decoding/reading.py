@@ -16,8 +16,7 @@ from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
 from slipstream.core.source import same_source
 
-SCORED = 128
-"""The most tokens of a prompt that are scored at once: their logits take as many times the vocabulary."""
+SCORED = 128  # the most tokens of a prompt that are scored at once: their logits take as many times the vocabulary
 
 
 @dataclass

@@ -46,8 +46,7 @@ COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 WARM_UP = Rule("everything", ByShape(acceptance.everything, trees.recursive, trees.recursive), lossless=False)
 """Accepts whole chains. After those a draft is fed the most tokens, so warming up makes its graphs for that."""
 
-MOST_PATHS = 32
-"""The greatest number of paths in a round; each is a chain of gamma tokens that the target scores."""
+MOST_PATHS = 32  # the greatest number of paths in a round; each is a chain of gamma tokens that the target scores
 
 
 def lenient(leniency: float) -> Rule:

@@ -17,8 +17,7 @@ from slipstream.core.draft import Tree, padded
 from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.request import Request
 
-WASTE = 24
-"""The number of unneeded prefixes that a row may hold before the needed ones are compacted."""
+WASTE = 24  # the number of unneeded prefixes that a row may hold before the needed ones are compacted
 
 
 @dataclass(frozen=True)

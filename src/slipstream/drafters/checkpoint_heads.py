@@ -14,8 +14,7 @@ from slipstream.drafters.sampled import sample_block
 from slipstream.models.heads.dflash import DFlashScorer
 from slipstream.models.heads.scorer import Head, HeadScorer, RecordsStates
 
-AT_ONCE = 64
-"""The number of missing tokens fed with the first drafting step: accepted tokens are all read again."""
+AT_ONCE = 64  # the number of missing tokens fed with the first drafting step: accepted tokens are all read again
 
 
 class HeadDrafter:

@@ -42,8 +42,7 @@ from slipstream.models.loading.load import find_tokenizer, load_scorer
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part, quantized_twin
 
-Builder = Callable[..., Drafter]
-"""`build(context, value, **options)`; raises ValueError in one sentence."""
+Builder = Callable[..., Drafter]  # `build(context, value, **options)`; raises ValueError in one sentence
 
 Parsers = Mapping[str, Callable[[str], Any]]
 
@@ -60,8 +59,7 @@ class DrafterKind:
     options: Parsers
 
 
-KINDS: dict[str, DrafterKind] = {}
-"""The kinds of drafts by their names in specifications."""
+KINDS: dict[str, DrafterKind] = {}  # the kinds of drafts by their names in specifications
 
 
 def kind(form: str, about: str, **options: Callable[[str], Any]) -> Callable[[Builder], Builder]:
@@ -323,8 +321,7 @@ def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
     return InputEmbeddings(context.target.model.get_input_embeddings().weight)
 
 
-WAIT = 5.0
-"""The seconds to wait for a draft server's first answer; after that, decoding starts without it."""
+WAIT = 5.0  # the seconds to wait for a draft server's first answer; after that, decoding starts without it
 
 
 @kind("tcp://HOST:PORT", "a draft on another machine, served by `slipstream serve-draft`", **SERVER)

@@ -13,8 +13,7 @@ from transformers.generation import logits_process as hf
 from slipstream.core.values import is_whole
 from slipstream.decoding.sampling import Processor, Sampling, Suppress, SuppressAfter
 
-AUTO, NONE = "auto", "none"
-"""The generation config that comes with the model, and none."""
+AUTO, NONE = "auto", "none"  # the generation config that comes with the model, and none
 
 SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),

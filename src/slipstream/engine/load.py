@@ -32,8 +32,7 @@ from slipstream.models.loading.pairings import draft_of, located, pairing_of
 from slipstream.models.media.processor import MediaProcessor
 from slipstream.models.media.trial import try_media
 
-GAMMA = 5
-"""The default number of tokens drafted per round."""
+GAMMA = 5  # the default number of tokens drafted per round
 
 
 def load(

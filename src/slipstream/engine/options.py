@@ -19,8 +19,7 @@ from slipstream.engine.requests import Encoder, listed, shown
 ALIASES = {field: name for name, field in REQUEST_FIELDS.items() if field != name}
 """Names of options in requests -> our names."""
 
-BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")
-"""Options of beam search besides `num_beams`."""
+BEAMS = ("length_penalty", "early_stopping", "num_return_sequences")  # options of beam search besides `num_beams`
 
 
 @dataclass(frozen=True)

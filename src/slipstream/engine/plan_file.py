@@ -15,8 +15,7 @@ from slipstream.text.jsontext import json_text
 
 FORMAT, VERSION = "slipstream plan", 1
 
-KIND = JsonObject("plan", {"format": FORMAT})
-"""The format that tells a plan file from other JSON files."""
+KIND = JsonObject("plan", {"format": FORMAT})  # the format that tells a plan file from other JSON files
 
 KINDS: dict[str, tuple[type, ...]] = {
     "vocab": (int,),

@@ -54,8 +54,7 @@ ALLOWED = (
     '"role" and "content") or {"text": ..., "images": [...], "audio": [...]}'
 )
 
-MOST = 1 << 32
-"""An exclusive upper bound of token ids; larger ids in a prompt are refused."""
+MOST = 1 << 32  # an exclusive upper bound of token ids; larger ids in a prompt are refused
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------------

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from slipstream.engine.data_urls import open_file
 
-WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}
-"""The numpy dtype of WAV samples, by their width in bytes."""
+WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}  # the numpy dtype of WAV samples, by their width in bytes
 
 
-MARGIN = 1
-"""The seconds on both sides of a part with which it is resampled, so that it is the same as if all were."""
+MARGIN = 1  # the seconds on both sides of a part with which it is resampled, so that it is the same as if all were
 
 
 @dataclass(frozen=True)

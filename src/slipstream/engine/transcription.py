@@ -19,8 +19,7 @@ from slipstream.engine.sounds import Sound, opened
 from slipstream.models.media.speech import SpeechInput
 from slipstream.text.transcripts import Segment, Transcript
 
-WINDOWS = 4
-"""The windows of a sound that are decoded in one call, per row that runs."""
+WINDOWS = 4  # the windows of a sound that are decoded in one call, per row that runs
 
 TASKS = ("transcribe", "translate")
 

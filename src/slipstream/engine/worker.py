@@ -34,8 +34,7 @@ Running texts wait for that long; 256 tokens take little more than twice the tim
 """
 
 
-REST = 1.0
-"""The seconds without work after which freed memory goes back to the system."""
+REST = 1.0  # the seconds without work after which freed memory goes back to the system
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import is_packed
 from slipstream.kernels.placement import why_in_parts
 
-CAPTURED = frozenset({"cuda"})
-"""The types of devices on which work is captured as CUDA graphs."""
+CAPTURED = frozenset({"cuda"})  # the types of devices on which work is captured as CUDA graphs
 
 
 def execution(model: PreTrainedModel, name: str, mode: Mode) -> Execution | None:

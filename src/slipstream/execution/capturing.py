@@ -17,8 +17,7 @@ from slipstream.execution.graphs import GRAPHS
 Function = Callable[[Sequence[Tensor | None]], list[Tensor]]
 """A function of tensors that can be captured: it reads nothing else but weights and caches, and waits for nothing."""
 
-ALIGNED = 16
-"""The bytes that every input from the host is aligned to."""
+ALIGNED = 16  # the bytes that every input from the host is aligned to
 
 
 class Staging:

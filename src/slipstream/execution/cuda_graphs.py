@@ -43,8 +43,7 @@ from slipstream.execution.passes import (
     traced_pass,
 )
 
-BUCKET = 256
-"""The fewest slots that captured work reads; see `bucket`."""
+BUCKET = 256  # the fewest slots that captured work reads; see `bucket`
 
 
 def bucket(slots: int) -> int:

@@ -25,7 +25,6 @@ from slipstream.execution.programs import Program, recorded
 from slipstream.kernels.laws import greatest
 
 FED = 2  # the most tokens that a draft's cache lacks when a round begins
-
 TRIED = ((2, 3, 17, 7, 11), (3, 7, 31, 13, 37))  # to record with, as in `recording`: caches hold the tokens of a step
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Stores, Parts, Tensor, Tensor]
@@ -263,8 +262,7 @@ def traced_draft(network: Network, kind: GraphKind) -> Callable[..., Drafted]:
     return function
 
 
-Step = Callable[[Inputs], Drafted]
-"""A function that drafts one token for each text."""
+Step = Callable[[Inputs], Drafted]  # A function that drafts one token for each text
 
 
 def draft(step: Step, size: int, inputs: Inputs) -> Drafted:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 
-OnGraph = Callable[[], object]
-"""A callback before a graph is compiled."""
+OnGraph = Callable[[], object]  # A callback before a graph is compiled
 
 
 @dataclass
@@ -34,8 +33,7 @@ GRAPHS = GraphCounts()
 """The counts for all models of this process. A warm server should compile no more graphs, since each takes seconds."""
 
 
-Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
-"""Inputs, each with the names of the dimensions whose sizes vary."""
+Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]  # inputs, each with the names of the dimensions whose sizes vary
 
 
 def vary(sizes: Sizes, constant: Collection[str] = ()) -> None:

@@ -22,8 +22,7 @@ from slipstream.execution.recording import (
     number_words,
 )
 
-HANDLERS: dict[str, Handler] = {}
-"""What emits the instructions of an operator, by the operator's name."""
+HANDLERS: dict[str, Handler] = {}  # what emits the instructions of an operator, by the operator's name
 
 CODES = (
     *("copy", "neg", "abs", "exp", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid"),

@@ -17,8 +17,7 @@ from slipstream.execution.graphs import equate
 from slipstream.execution.names import with_cache
 from slipstream.kernels.quantization import Precision
 
-Parts = tuple[Stores, Tensor, Tensor | None] | None
-"""The fields of a `Cross`, as graphs take them."""
+Parts = tuple[Stores, Tensor, Tensor | None] | None  # the fields of a `Cross`, as graphs take them
 
 EAGERLY = "eagerly, it"
 MOST_WIDTH = 64  # wider passes are prefills, which are bound by arithmetic, so that a graph gains nothing

@@ -30,14 +30,9 @@ import torch.distributed as dist
 
 from slipstream.core.signals import undisturbed
 
-PATIENCE = 10.0
-"""The seconds that a failed rank waits for the others to report that they failed too."""
-
-GRACE = 15.0
-"""The seconds that a pass may still take after a rank has ended; after that, the process is ended."""
-
-CLOSING = 2.0
-"""The seconds in which the connections of a process that has ended are closed, after the first sign of it."""
+PATIENCE = 10.0  # the seconds that a failed rank waits for the others to report that they failed too
+GRACE = 15.0  # the seconds that a pass may still take after a rank has ended; after that, the process is ended
+CLOSING = 2.0  # the seconds in which the connections of a process that has ended are closed, after the first sign of it
 
 SLOWEST = timedelta(minutes=30)
 """The longest time that one rank may lag behind another, since they may read weights at different speeds."""
@@ -45,8 +40,7 @@ SLOWEST = timedelta(minutes=30)
 HANG_UP = getattr(select, "POLLRDHUP", 0) | getattr(select, "POLLHUP", 0)
 """The events of `poll` for a connection whose other end is gone."""
 
-LOST = 2
-"""The exit code of a process whose pass can never end."""
+LOST = 2  # the exit code of a process whose pass can never end
 
 
 class RankLost(ConnectionError):

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import prod
 
-Size = tuple[int, int]
-"""A number, and a set of bits: the sizes that vary by which it is multiplied."""
+Size = tuple[int, int]  # A number, and a set of bits: the sizes that vary by which it is multiplied
 
-Growth = Mapping[tuple[int, int], int]
-"""The products of some sizes in both recordings, with the bits of the sizes."""
+Growth = Mapping[tuple[int, int], int]  # the products of some sizes in both recordings, with the bits of the sizes
 
 
 def growth_of(tried: Sequence[tuple[int, int]]) -> Growth:

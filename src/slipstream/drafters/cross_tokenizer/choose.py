@@ -18,8 +18,7 @@ from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, CommonTokens, Vocabulary
 
-ENOUGH = 0.6
-"""The least share of common tokens with which sampling uses them (docs/tokenizers.md has the measurement)."""
+ENOUGH = 0.6  # the least share of common tokens with which sampling uses them (docs/tokenizers.md has the measurement)
 
 ROWS, STEPS = 4, 32
 """The number of texts that the draft writes, and the tokens of each, to measure the share of common tokens."""

@@ -15,11 +15,8 @@ from slipstream.core.round import Stopwatch
 from slipstream.drafters.cross_tokenizer.vocabulary import ABSENT, CommonTokens, Vocabulary
 from slipstream.drafters.following import still_first
 
-LONG = 128
-"""The number of characters that may be encoded again in every round before a part of them is closed."""
-
-BEHIND = 32
-"""The number of characters that stay open after a cut, because later text can still change their tokens."""
+LONG = 128  # the number of characters that may be encoded again in every round before a part of them is closed
+BEHIND = 32  # the number of characters that stay open after a cut, because later text can still change their tokens
 
 _WORDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
 

@@ -13,8 +13,7 @@ from slipstream.core.round import Context
 from slipstream.drafters.copying import sure
 from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 
-TAIL = 48
-"""The number of characters before the drafted text that are encoded together with it."""
+TAIL = 48  # the number of characters before the drafted text that are encoded together with it
 
 
 class StringMatch(Drafter):

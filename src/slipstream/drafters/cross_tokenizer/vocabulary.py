@@ -13,8 +13,7 @@ from torch import Tensor
 from slipstream.core.protocols import Scorer
 from slipstream.text.spelling import BYTE, DecodedAfter, reading_of
 
-ABSENT = -1
-"""The id that marks a token without a counterpart."""
+ABSENT = -1  # the id that marks a token without a counterpart
 
 
 @dataclass(frozen=True, eq=False)

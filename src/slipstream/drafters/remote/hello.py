@@ -19,8 +19,7 @@ from typing import Any
 from slipstream.drafters.remote.frames import Frame, FrameError, FrameType
 
 KEY_VARIABLE = "SLIPSTREAM_DRAFT_KEY"
-SLICE = 4096
-"""The number of token ids that one entry of a vocabulary's sketch covers."""
+SLICE = 4096  # the number of token ids that one entry of a vocabulary's sketch covers
 
 
 class Refused(ValueError):

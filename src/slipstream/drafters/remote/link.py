@@ -36,8 +36,7 @@ from slipstream.drafters.remote.hello import Refused, VocabularySketch, check_fi
 LATE, REFUSED, DISCONNECTED = "late", "refused", "disconnected"
 """The reasons why a round has no draft: no answer in time, an unusable answer, or no connection."""
 
-SHORTEST = 0.001
-"""The shortest time, in seconds, that a round waits for an answer after many late ones."""
+SHORTEST = 0.001  # the shortest time, in seconds, that a round waits for an answer after many late ones
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ class Link(Protocol):
         ...
 
 
-GREETING = 1 << 17
-"""The size of the longest frame, in bytes, before the key is proven: it holds a vocabulary's sketch."""
+GREETING = 1 << 17  # the size of the longest frame, in bytes, before the key is proven: it holds a vocabulary's sketch
 
 
 async def read_frame(reader: asyncio.StreamReader, most: int = LARGEST) -> Frame:
@@ -103,11 +101,8 @@ class _LinkState:
                 self.answer.set_result(answer)
 
 
-REMEMBERED = 64
-"""The number of latest requests whose answers are recognised, however late they are."""
-
-STRIKES = 3
-"""The number of unusable answers on a connection after which it is closed."""
+REMEMBERED = 64  # the number of latest requests whose answers are recognised, however late they are
+STRIKES = 3  # the number of unusable answers on a connection after which it is closed
 
 
 class DraftConnection:

@@ -19,8 +19,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.remote.frames import Frame, FrameError, FrameType, array
 
 MOST_GAMMA, MOST_CANDIDATES = 256, 4096
-SUM_TOLERANCE = 1e-4
-"""The greatest deviation from one of the sum of a law that was sent, whose weights are float32."""
+SUM_TOLERANCE = 1e-4  # the greatest deviation from one of the sum of a law that was sent, whose weights are float32
 
 
 class DraftMode(StrEnum):

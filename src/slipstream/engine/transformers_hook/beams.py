@@ -21,8 +21,7 @@ from slipstream.engine.transformers_hook.batch import Batch
 from slipstream.engine.transformers_hook.call import Opening
 from slipstream.execution.names import CACHE
 
-NO_SCORE = -1e9
-"""The score that transformers gives a text that does not exist."""
+NO_SCORE = -1e9  # the score that transformers gives a text that does not exist
 
 
 def beams_of(config: Any) -> Beams | None:

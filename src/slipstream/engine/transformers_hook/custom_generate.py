@@ -43,8 +43,7 @@ from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.adapters import merged
 from slipstream.models.loading.load import load_model
 
-Source: TypeAlias = str | Path | PreTrainedModel
-"""A hub name, a folder or a loaded model."""
+Source: TypeAlias = str | Path | PreTrainedModel  # A hub name, a folder or a loaded model
 
 
 def custom_generate(
