@@ -223,17 +223,8 @@ class Controller(Protocol):
         ...
 
     def update(self, state: Any, round: Round) -> Any:
-        """Return the state after a round."""
+        """Return the state after a round. A controller may also `resume(state)`, the last state of an earlier call."""
         return state
-
-
-@runtime_checkable
-class Resumes(Controller, Protocol):
-    """A controller that can begin with what it learned in earlier calls."""
-
-    def resume(self, state: Any) -> Any:
-        """Return the state for new rows, from the last state of an earlier call."""
-        ...
 
 
 def secret_among(drafter: Drafter) -> int | None:

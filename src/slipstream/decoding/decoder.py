@@ -12,7 +12,7 @@ import torch
 from slipstream.cache.prefixes import Recalling, recalling
 from slipstream.core.draft import Draft, Verifier
 from slipstream.core.draws import Rng, RowByRow, Sealed, draw
-from slipstream.core.protocols import Controller, Drafter, Resumes, Scorer, Traits, scorers_among, secret_among
+from slipstream.core.protocols import Controller, Drafter, Scorer, Traits, scorers_among, secret_among
 from slipstream.core.request import Row
 from slipstream.core.round import Context
 from slipstream.core.values import whole_number
@@ -34,16 +34,15 @@ class Experience:
     """Keeps what controllers have learned from one call to the next, so that costs are not measured again in each."""
 
     def __init__(self) -> None:
-        self._states: list[tuple[Resumes, Any]] = []
+        self._states: list[tuple[Controller, Any]] = []
 
-    def begin(self, controller: Controller) -> Any:
+    def begin(self, controller: Any) -> Any:
         """Return the state with which a controller begins: resumed from an earlier call of one that is equal to it."""
-        known = (state for other, state in self._states if other == controller)
-        state = next(known, None)
-        return controller.resume(state) if state is not None and isinstance(controller, Resumes) else controller.init()
+        known = next((state for other, state in self._states if other == controller), None)
+        return controller.init() if known is None else controller.resume(known)
 
     def keep(self, controller: Controller, state: Any) -> None:
-        if isinstance(controller, Resumes):
+        if hasattr(controller, "resume"):
             others = [(other, old) for other, old in self._states if other != controller]
             self._states = [*others, (controller, state)]
 

@@ -49,8 +49,6 @@ LOOKS = {
 }
 """The looks of tokens by their `Round.source`, and `rejected` and `cut` for drafted tokens that were not emitted."""
 
-LEGEND = ("draft", "rejected", "correction", "bonus", "target", "cut")
-
 
 @dataclass(frozen=True)
 class Span:
@@ -124,7 +122,8 @@ class Explanation:
         self, decode: Decode, console: Console, names: Sequence[str] = ("",), prompts: Sequence[str] = ()
     ) -> None:
         self._decode = decode
-        self._print = Printer(console)
+        self._console = console
+        self._coloured = console.color_system is not None and not console.no_color
         self._names, self._prompts = names, prompts
         self._stories: dict[int, Story] = {}
 
@@ -133,55 +132,47 @@ class Explanation:
             if row.index not in self._stories:
                 self._stories[row.index] = Story(row, self._decode)
                 if self._live:
-                    self._print.head()
+                    self._head()
             story = self._stories[row.index]
             line = story.add(round, place)
             if self._live:
-                self._print.line(len(story.lines), line)
+                self._line(len(story.lines), line)
 
     def finish(self) -> None:
         for index in sorted(self._stories):
             story = self._stories[index]
             if not self._live:
-                self._print.title(self._names[index])
-                self._print.head()
+                self._title(self._names[index])
+                self._head()
                 for number, line in enumerate(story.lines, 1):
-                    self._print.line(number, line)
-            self._print.whole(story, self._prompts[index] if self._prompts else "")
-            self._print.figures(story.row.stats)
+                    self._line(number, line)
+            self._whole(story, self._prompts[index] if self._prompts else "")
+            self._figures(story.row.stats)
         if len(self._stories) > 1:
-            self._print.title(f"all {len(self._stories)} texts")
-            self._print.figures(sum((story.row.stats for story in self._stories.values()), Stats()))
+            self._title(f"all {len(self._stories)} texts")
+            self._figures(sum((story.row.stats for story in self._stories.values()), Stats()))
 
     @property
     def _live(self) -> bool:
         return len(self._names) == 1
 
-
-class Printer:
-    """Prints lines, texts and figures on a Console, with colours if it has them, else with marks."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._coloured = console.color_system is not None and not console.no_color
-
-    def title(self, name: str) -> None:
+    def _title(self, name: str) -> None:
         self._console.rule(name, align="left")
         self._console.print()
 
-    def head(self) -> None:
-        legend = [self._painted(LOOKS[kind].meaning, kind) for kind in LEGEND]
+    def _head(self) -> None:
+        legend = [self._painted(LOOKS[kind].meaning, kind) for kind in LOOKS]
         self._put(Text("   ").join(legend), "")
         self._console.print()
         self._put(Text("kept of drafted", "dim"), "round  ")
 
-    def line(self, number: int, line: RoundLine) -> None:
+    def _line(self, number: int, line: RoundLine) -> None:
         text = Text()
         for span in line.spans:
             text.append_text(self._painted(_visible(span.text), span.kind))
         self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
 
-    def whole(self, story: Story, prompt: str) -> None:
+    def _whole(self, story: Story, prompt: str) -> None:
         text = Text()
         for span in story.whole(prompt):
             text.append_text(self._painted(tame(span.text), span.kind))
@@ -189,7 +180,7 @@ class Printer:
         self._console.print(text, soft_wrap=True)
         self._console.print()
 
-    def figures(self, stats: Stats) -> None:
+    def _figures(self, stats: Stats) -> None:
         rows = figures(stats)
         width = max(len(name) for name, _, _ in rows)
         for name, value, note in rows:
