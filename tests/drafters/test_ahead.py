@@ -308,11 +308,7 @@ def test_a_specification_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "settings"),
-    [
-        ("embedded?ahead=true", {"tree": (2, 1)}),
-        ("embedded?ahead=true>embedded", {}),
-    ],
+    ("draft", "settings"), [("embedded?ahead=true", {"tree": (2, 1)}), ("embedded?ahead=true>embedded", {})]
 )
 def test_where_it_is_not_possible_a_sentence_says_so(draft: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"ahead=true is not possible here: .* leave out the tree"):

@@ -100,11 +100,7 @@ def test_a_text_is_the_same_beside_texts_with_predictions() -> None:
     batch = [request(PROMPT, 20, seed=5, prediction=PREDICTED * 4), *alone]
     for settings in (rules.TOKEN, rules.COUPLED):
         decoder = Decoder(
-            scorer(target),
-            KnownFirst(ModelDrafter(scorer(draft))),
-            settings.verify,
-            Cycle((3,)),
-            rng=settings.rng,
+            scorer(target), KnownFirst(ModelDrafter(scorer(draft))), settings.verify, Cycle((3,)), rng=settings.rng
         )
         want = [row.output for row in generate(decoder, alone)]
         rows = generate(decoder, batch)

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 import slipstream
 from slipstream.decoding.scheduler import Scheduler

@@ -49,10 +49,7 @@ def test_pictures_as_users_pass_them(kind: str, tmp_path: Path) -> None:
     assert all("without a program" in note for note in engine.notes)
     text, pair = f"user: {mark}{QUESTION}\nassistant: ", f"user: {mark} or {mark}, which of the two?\nassistant: "
     chat = [
-        {
-            "role": "user",
-            "content": [{"type": "image", "image": picture(1, 40)}, {"type": "text", "text": QUESTION}],
-        }
+        {"role": "user", "content": [{"type": "image", "image": picture(1, 40)}, {"type": "text", "text": QUESTION}]}
     ]
 
     def wanted(asked: str, *images: Image.Image) -> list[int]:

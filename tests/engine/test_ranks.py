@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    PreTrainedModel,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel, T5GemmaConfig, T5GemmaForConditionalGeneration
 
 import rank_work
 from ranks import ended, start

@@ -162,11 +162,7 @@ def row_of(search: BeamSearch, prefix: Prefix) -> Row:
 
 
 def score(
-    cache: TrieCache,
-    searches: Sequence[BeamSearch],
-    new: Sequence[Sequence[Prefix]],
-    keep: Sequence[int],
-    vocab: int,
+    cache: TrieCache, searches: Sequence[BeamSearch], new: Sequence[Sequence[Prefix]], keep: Sequence[int], vocab: int
 ) -> list[tuple[Prefix, Candidates | Fault]]:
     """Feed prefixes in one call -> each with its first `keep[r]` continuations, or with the fault that prevented them.
 

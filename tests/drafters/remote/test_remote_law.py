@@ -154,8 +154,7 @@ SOON = {*product(["adaptive"], RULES), ("unlikely", "token"), ("one token", "blo
 
 
 @pytest.mark.parametrize(
-    ("liar", "rule"),
-    [pytest.param(*both, marks=() if both in SOON else SLOW) for both in product(LIARS, RULES)],
+    ("liar", "rule"), [pytest.param(*both, marks=() if both in SOON else SLOW) for both in product(LIARS, RULES)]
 )
 def test_no_server_can_change_the_law(liar: str, rule: str) -> None:
     target = PAIRS["generic"][0]

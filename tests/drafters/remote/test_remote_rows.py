@@ -154,10 +154,7 @@ def test_a_remote_draft_in_a_choice_and_under_a_chain() -> None:
 
 def test_too_many_rows_are_refused_and_decoded_plainly() -> None:
     plain = Decoder(scorer(TARGET), NoDraft(), TOKEN.verify, Fixed(3), 3)
-    with (
-        serving(ModelDrafter(scorer(DRAFT)), VOCAB, most_rows=1) as port,
-        connected(port, VOCAB, timeout=5.0) as far,
-    ):
+    with serving(ModelDrafter(scorer(DRAFT)), VOCAB, most_rows=1) as port, connected(port, VOCAB, timeout=5.0) as far:
         rows = generate(replace(plain, drafter=far), asked())
     assert texts(rows) == texts(generate(plain, asked()))
     assert sum((row.stats for row in rows), Stats()).undrafted["refused"]

@@ -11,12 +11,7 @@ from torch import Tensor
 from slipstream.engine.transformers_hook.custom_generate import custom_generate
 from toys.hooked import padded, pair
 
-SETTINGS: dict[str, Any] = {
-    **padded(),
-    "num_beams": 3,
-    "max_new_tokens": 14,
-    "do_sample": False,
-}
+SETTINGS: dict[str, Any] = {**padded(), "num_beams": 3, "max_new_tokens": 14, "do_sample": False}
 
 
 def allowed(row: int, ids: Tensor) -> list[int]:

@@ -396,8 +396,7 @@ def test_two_models_in_turn_and_one_that_changes() -> None:
     speculate, models = hook(), [pair()[0], tiny(FAMILIES["llama"], seed=5)]
     for model in (*models, *models):
         assert torch.equal(
-            model.generate(**padded(), **SETTINGS),
-            model.generate(**padded(), **SETTINGS, custom_generate=speculate),
+            model.generate(**padded(), **SETTINGS), model.generate(**padded(), **SETTINGS, custom_generate=speculate)
         )
     model = deepcopy(models[1])
     model.generate(**padded(), **SETTINGS, custom_generate=speculate)

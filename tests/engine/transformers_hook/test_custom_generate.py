@@ -501,10 +501,7 @@ class Ends(StoppingCriteria):
 
 REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "groups": ("ask for group_beam_search", lambda: {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}),
-    "beams and embeddings": (
-        f"inputs_embeds and {CACHE} cannot",
-        lambda: {"num_beams": 2, CACHE: filled_cache()},
-    ),
+    "beams and embeddings": (f"inputs_embeds and {CACHE} cannot", lambda: {"num_beams": 2, CACHE: filled_cache()}),
     "logits of beams": (
         "output_logits cannot be honoured with num_beams",
         lambda: {"num_beams": 3, "output_logits": True, "return_dict_in_generate": True},

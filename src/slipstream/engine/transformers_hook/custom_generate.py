@@ -47,11 +47,7 @@ Source: TypeAlias = str | Path | PreTrainedModel  # A hub name, a folder or a lo
 
 
 def custom_generate(
-    draft: Source,
-    gamma: int | str | Controller = 5,
-    *,
-    verifier: Rule | Verifier = TOKEN,
-    seed: int | None = None,
+    draft: Source, gamma: int | str | Controller = 5, *, verifier: Rule | Verifier = TOKEN, seed: int | None = None
 ) -> CustomGenerate:
     """Make transformers' `generate` speculative: the same law, fewer calls of the model.
 
