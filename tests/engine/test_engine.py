@@ -38,21 +38,6 @@ def test_greedy_text_is_that_of_plain_decoding(engine: slipstream.Engine) -> Non
     assert base.mean_acceptance_length == 1
 
 
-def test_one_prompt_is_not_many_letters(engine: slipstream.Engine) -> None:
-    assert len(engine.generate("def f(", max_new_tokens=2)) == 1
-    ids = engine.encode("def f(")
-    one = engine.generate("def f(", max_new_tokens=8)[0]
-    assert one.prompt_tokens == len(ids)
-    assert engine.generate(list(ids), max_new_tokens=8)[0].tokens == one.tokens
-
-
-def test_a_prompt_does_not_care_about_its_neighbours(engine: slipstream.Engine) -> None:
-    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 4, "ignore_eos": True}
-    together = engine.generate(PROMPTS, **settings)
-    alone = [engine.generate(prompt, **settings)[0] for prompt in PROMPTS]
-    assert texts(together) == texts(alone)
-
-
 def test_equal_prompts_differ_and_seeds_repeat(engine: slipstream.Engine) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True}
     first = texts(engine.generate(["x ="] * 3, seed=1, **settings))
@@ -103,30 +88,6 @@ def test_ctrl_c_hands_over_what_was_produced(engine: slipstream.Engine) -> None:
     assert [done.finish_reason for done in stop.value.completions] == ["interrupted"] * 3
     assert all(done.text for done in stop.value.completions)
     assert len(engine.generate(PROMPTS, max_new_tokens=4)) == 3  # and the engine goes on
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"temprature": 1}, TypeError, "unknown option temprature; known are"),
-        ({"temperature": -1}, ValueError, "temperature=-1"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
-        ({"gamma": -1}, ValueError, "gamma=-1"),
-        ({"verify": "best"}, ValueError, "verify='best'"),
-        ({"verify": "lenient:0.5", "lossless": True}, ValueError, "lossless=True refuses"),
-    ],
-)
-def test_wrong_options_are_one_sentence(
-    engine: slipstream.Engine, options: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        engine.generate("x", **options)
-
-
-@pytest.mark.parametrize(("prompt", "says"), [("", "empty"), ("x " * 5000, "holds"), ([{"role": "user"}], "chat")])
-def test_wrong_prompts_are_one_sentence(engine: slipstream.Engine, prompt: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        engine.generate([prompt, "x"], max_new_tokens=4)
 
 
 def test_lenience_tells_its_price(engine: slipstream.Engine) -> None:
@@ -285,9 +246,3 @@ def test_a_text_that_fills_the_context_says_so() -> None:
     assert (cut.finish_reason, cut.context_full) == ("length", False)
     exact = engine.generate([[1] * (context - 4)], max_new_tokens=4)[0]
     assert (exact.finish_reason, exact.context_full) == ("length", False)
-
-
-def test_stop_texts_need_a_tokenizer() -> None:
-    engine = slipstream.load(tiny(64), tiny(64))
-    with pytest.raises(ValueError, match="there is no tokenizer"):
-        engine.generate([[1]], stop="x", max_new_tokens=2)

@@ -173,8 +173,9 @@ def engines() -> Iterator[list[slipstream.Engine]]:
     yield [slipstream.load(model(), model(1), gamma=2), slipstream.load()]
 
 
-def try_calls(engines: list[slipstream.Engine], count: int) -> None:
-    """Run so many calls of `generate` and `stream`."""
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [16, pytest.param(250, marks=pytest.mark.slow)])
+def test_calls(engines: list[slipstream.Engine], count: int) -> None:
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(engines), st.booleans(), st.data())
@@ -193,8 +194,9 @@ def try_calls(engines: list[slipstream.Engine], count: int) -> None:
     each()
 
 
-def try_loads(count: int) -> None:
-    """Load so many engines, and let each say two tokens."""
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
+def test_engines(count: int) -> None:
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(st.data())
@@ -212,8 +214,9 @@ def try_loads(count: int) -> None:
     each()
 
 
-def try_hooks(count: int) -> None:
-    """Let transformers' `generate` run so many speculations."""
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_hooks(count: int) -> None:
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(st.booleans(), st.data())
@@ -260,33 +263,3 @@ def test_options_that_nobody_reads_are_refused() -> None:
 def test_a_verifier_is_a_rule_or_a_function(verifier: Any) -> None:
     with pytest.raises(ValueError, match="is not possible: give a rule of "):
         slipstream.custom_generate(model(1), verifier=verifier)
-
-
-def test_some_calls(engines: list[slipstream.Engine]) -> None:
-    try_calls(engines, 16)
-
-
-def test_some_engines() -> None:
-    try_loads(8)
-
-
-def test_some_hooks() -> None:
-    try_hooks(8)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_calls(engines: list[slipstream.Engine]) -> None:
-    try_calls(engines, 250)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_engines() -> None:
-    try_loads(120)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_many_hooks() -> None:
-    try_hooks(100)

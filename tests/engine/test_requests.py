@@ -154,19 +154,6 @@ def engine() -> slipstream.Engine:
     return slipstream.load()
 
 
-@pytest.mark.slow
-@given(st.dictionaries(st.sampled_from(OPTIONS), ODD, max_size=2))
-@settings(max_examples=300)
-def test_any_options_are_understood_or_refused(engine: slipstream.Engine, options: dict[str, Any]) -> None:
-    try:
-        done = engine.generate([], **options)
-    except (ValueError, TypeError) as refusal:
-        assert "\n" not in str(refusal)
-        assert isinstance(refusal, ValueError) or "unknown option surprise" in str(refusal)
-    else:
-        assert done == []
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop holds ''"),
     ({"stop": [""]}, "stop holds ''"),
@@ -288,11 +275,6 @@ def test_words_and_processors_may_come_alone(engine: slipstream.Engine) -> None:
     for form in (halved, LogitsProcessorList([halved]), iter([halved])):
         assert engine.generate("def f", processors=form, **settings)[0].tokens == want
     assert engine.generate("x", bad_words="return", max_new_tokens=4)
-
-
-def test_a_stream_is_of_one_prompt(engine: slipstream.Engine) -> None:
-    with pytest.raises(ValueError, match="stream continues one prompt, but here are 2"):
-        engine.stream(["a", "b"])
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8", None])
