@@ -136,15 +136,12 @@ class Recalling(Protocol):
 class Forgetful:
     """The store of a model that cannot reuse prefixes; it stores and finds nothing."""
 
-    def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Ignore the cache."""
+    def use_prefixes(self, cache: PrefixCache | None) -> None: ...
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Return 0, the number of tokens that were recalled."""
         return 0
 
-    def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store nothing."""
+    def remember(self, row: int, text: Sequence[int], salt: str) -> None: ...
 
 
 def recalling(scorer: object) -> Recalling:

@@ -217,7 +217,6 @@ class RowCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of one token in all layers; 0 before the first pass."""
         stores = chain.from_iterable(self._layers.values())
         return sum(store.element_size() * store.shape[1] * store.shape[3] for store in stores)
 

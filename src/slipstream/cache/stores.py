@@ -70,7 +70,6 @@ Stores = list[Store]  # the keys and values of every layer
 
 
 def store_format(kv_dtype: str | None) -> type[Store]:
-    """Return the format of this name; None keeps the model's floats. Raises ValueError for an unknown name."""
     formats: dict[str | None, type[Store]] = {None: FloatStore, "int8": Int8Store}
     if kv_dtype not in formats:
         raise ValueError(f"kv_dtype={kv_dtype!r} is not known: use 'int8', or None for the type of the model.")

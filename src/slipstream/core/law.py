@@ -124,7 +124,6 @@ class Law:
         return Law(probs, tokens, scores, points) if any(points) else Law(probs=probs)
 
     def of_row(self, row: int) -> Law:
-        """Return the law of one row, over (1, positions)."""
         return self.select(torch.tensor([row], device=self.device))
 
     def to(self, device: torch.device) -> Law:

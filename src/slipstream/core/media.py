@@ -86,7 +86,6 @@ class ReadsMedia(Protocol):
 
 
 def check_media(scorer: object, media: Media | None, prompt: Sequence[int], where: str) -> None:
-    """Raises ValueError if a model cannot read a prompt with these media (None: there are none)."""
     if media is None:
         return
     name = getattr(scorer, "name", "the model")

@@ -140,7 +140,6 @@ class Row:
 
     @property
     def room(self) -> int:
-        """The number of tokens that may still be emitted."""
         return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
 
     @property

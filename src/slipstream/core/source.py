@@ -25,7 +25,6 @@ class SourceForm:
         return tuple((5 * place + length) % self.vocab for place in range(length))
 
     def check(self, source: Source, where: str, model: str) -> None:
-        """Raises ValueError for a source that the encoder cannot read; the message names `where` and `model`."""
         if self.features is not None:
             if not isinstance(source, Tensor) or tuple(source.shape) != self.features:
                 actual = tuple(source.shape) if isinstance(source, Tensor) else "token ids"
@@ -72,7 +71,6 @@ def numbers(source: Source) -> tuple[int, ...]:
 
 
 def check_source(form: SourceForm | None, source: Source | None, where: str, model: str) -> None:
-    """Raise ValueError unless a model (`form` None: one without encoder) can use this source (None: no source)."""
     if form is None:
         if source is not None:
             raise ValueError(f"{where} has a source, but {model} has no encoder to read it.")

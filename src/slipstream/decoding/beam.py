@@ -114,7 +114,6 @@ class BeamDecoder:
 
 
 def searches_of(target: Scorer, requests: Sequence[Request]) -> list[BeamSearch]:
-    """Create a search for each request. Raises ValueError for one that the target cannot run by beam search."""
     check_requests(target, requests)
     searches = []
     for number, request in enumerate(requests):

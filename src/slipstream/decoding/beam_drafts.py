@@ -58,7 +58,6 @@ def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
 
 
 def refuse_states(scorer: Scorer) -> None:
-    """Raises ValueError for a model that cannot score several continuations of a text in one call."""
     if isinstance(scorer, HasModel) and not scorer.shares_rows:
         raise ValueError(
             f"{scorer.name} keeps a state, which follows one line of tokens: beam search needs a model that attends."

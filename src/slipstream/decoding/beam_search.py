@@ -91,7 +91,6 @@ class BeamSearch:
         return [beam.prefix for beam in self.live if not beam.prefix.scored]
 
     def advance(self) -> int:
-        """Step until a live prefix has no scores or the search has ended -> the number of steps."""
         steps = 0
         while not self.finish_reason and not self.missing:
             self._step()

@@ -30,7 +30,6 @@ class PromptReading:
         return self.rows[0].tokens[:-1]
 
     def equals(self, row: Row) -> bool:
-        """Return whether another row has the same text, tenant, source and images, and so can share this reading."""
         ours, its = self.rows[0].request, row.request
         if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
             return False

@@ -50,7 +50,6 @@ class MemoryLimit:
             raise ValueError(f"memory={self.bytes} cannot be kept: {names} cannot tell what rows take. Leave it out.")
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Return whether there is memory for one more round of these rows with the longest drafts."""
         gammas = (self.decoder.controller.most if row.request.gamma is None else row.request.gamma for row in rows)
         return self.holds([len(row.tokens) + gamma + 1 for row, gamma in zip(rows, gammas, strict=True)])
 
@@ -229,7 +228,6 @@ def check_requests(target: Scorer, requests: Sequence[Request]) -> None:
 
 
 def check_request(target: Scorer, request: Request, index: int) -> None:
-    """Raises ValueError if a prompt is empty, does not fit the target, or asks for fewer than one token."""
     length = len(request.prompt)
     if not length:
         raise ValueError(f"prompt {index} is empty: it needs at least one token.")

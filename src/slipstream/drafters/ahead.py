@@ -135,7 +135,6 @@ class ExpectedText:
         self.goal = max(0, min(gamma, self.row.room - self.drafted - 2)) if self.drafted and able else 0
 
     def take(self, tokens: Sequence[int], law: Law) -> None:
-        """Append drafted tokens, with the law (1, positions) that they were drawn from."""
         self.shadow.tokens += tokens
         law = law.first(len(tokens))
         self.law = law if self.law is None else Law.join([self.law, law], 1)

@@ -90,7 +90,6 @@ class FrequentTokens:
         return FrequentTokens(int(size), file or None)
 
     def choose(self, target: str, vocab: int, tokenizer: Any) -> tuple[Tensor, str]:
-        """Return the ids (n,) of the tokens for a target, in ascending order, and a sentence about them."""
         path = Path(self.file) if self.file else kept_counts(target, vocab, tokenizer)
         if self.file is None and not path.is_file():
             raise ValueError(

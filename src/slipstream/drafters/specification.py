@@ -90,7 +90,6 @@ def _part(text: str) -> DrafterTerm:
 
 
 def drafter(source: Any, context: BuildContext) -> Drafter:
-    """Build a Drafter for the target of `context` from a specification, a folder, a loaded model or a Drafter."""
     if isinstance(source, str):
         syntax = parse(source)
         if context.tree and not (isinstance(syntax, DrafterTerm) and syntax.kind in MODELS):
@@ -104,7 +103,6 @@ def drafter(source: Any, context: BuildContext) -> Drafter:
 
 
 def read_tree(tree: Sequence[int] | None, gamma: Any, draft: Any) -> tuple[int, ...] | None:
-    """Check a tree of candidates, which excludes a fixed gamma, and return its shape."""
     if tree is None:
         return None
     shape = tree_shape(tree)

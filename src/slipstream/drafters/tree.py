@@ -23,7 +23,6 @@ MOST_NODES, MOST_LEVELS = 1024, 64
 
 
 def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...]:
-    """Check a tree's candidates per level: integers, within verification's limits and the draft's vocabulary."""
     if isinstance(shape, str) or not isinstance(shape, Iterable):
         raise ValueError(f"a tree of shape {shape!r} is not possible: give candidates per level, such as (3, 2, 1).")
     levels = tuple(shape)

@@ -59,7 +59,6 @@ def part_modality(part: Any) -> Modality | None:
 
 
 def part_content(part: Mapping[str, Any], where: str) -> Any:
-    """Return the image or sound in a message part: bytes, a URL, or an object. Raises ValueError if it has none."""
     modality = PART_TYPES[part["type"]]
     name = NAMES[modality]
     fields = (f"{name}_url", f"input_{name}", name, "url", "path")
@@ -78,7 +77,6 @@ def media_part(modality: Modality, content: Any) -> dict[str, Any]:
 
 
 def media_in(messages: Sequence[Any]) -> Iterator[Modality]:
-    """Iterate over the kinds of all media parts of messages, in order; values that are no messages are skipped."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return (modality for part in parts if (modality := part_modality(part)))

@@ -63,7 +63,6 @@ class Options(CallFields):
 
     @property
     def beams(self) -> Beams | None:
-        """The settings of beam search; None without it. Raises ValueError for impossible ones."""
         if self.num_beams == 1:
             return None
         settings = {name: getattr(self, name) for name in BEAMS}
@@ -104,7 +103,6 @@ class Options(CallFields):
         return (frozenset() if self.ignore_eos else eos) | frozenset(self.stop_token_ids)
 
     def seeds(self, prompts: int) -> list[int]:
-        """Return one seed for each of `prompts` prompts. Raises ValueError if another number of seeds was given."""
         if not isinstance(self.seed, tuple):
             return [cast(int, self.seed)] * prompts
         if len(self.seed) != prompts:
@@ -147,7 +145,6 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]
 def sampling(
     settings: Mapping[str, Any], asked: Options, eos: frozenset[int], encoder: Encoder, vocab: int
 ) -> Sampling:
-    """Return the sampling settings of a call, with bad words as token ids."""
     words, processors = settings.get("bad_words", ()), settings.get("processors", ())
     words = [words] if isinstance(words, str) else listed(words, "bad_words", "it is a list of texts or of ids")
     processors = [processors] if not isinstance(processors, Iterable) else list(processors)

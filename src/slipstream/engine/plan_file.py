@@ -55,7 +55,6 @@ class Plan:
         return self.models.draft is not None and any(self.gammas.values())
 
     def check_target(self, name: str | None, vocab: int | None = None) -> None:
-        """Raise ValueError if the plan was made for another target. What is None is not compared."""
         ours, target = Path(self.models.target or "target").name, self.models.target or "the embedded pair"
         if name is not None and Path(name).name != ours:
             raise ValueError(f"the plan is for {target}, not for {name}: make one for that.")
@@ -78,7 +77,6 @@ class Plan:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises ValueError in one sentence for other files, damaged plans and other versions."""
         try:
             contents = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

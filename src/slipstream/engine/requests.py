@@ -81,7 +81,6 @@ def read_prompts(prompts: Any) -> list[Prompt]:
 
 
 def read_prompt(prompt: Any, where: str = "prompt 0") -> Prompt:
-    """Read a single prompt. Raises ValueError, in which `where` names the prompt, for anything that is not one."""
     if isinstance(prompt, str):
         return _text(prompt, where)
     if isinstance(prompt, Chat):
@@ -124,7 +123,6 @@ def _with_media(prompt: TextWithMedia | Message, where: str) -> Prompt:
 
 
 def modalities(prompt: Prompt) -> frozenset[Modality]:
-    """Return the kinds of media (images, sounds) in a prompt that `read_prompt` returned."""
     if isinstance(prompt, TextWithMedia):
         return frozenset(prompt.media)
     messages = prompt.messages if isinstance(prompt, Chat) else prompt if isinstance(prompt, list) else ()
@@ -165,7 +163,6 @@ def _is_message(value: Any) -> bool:
 
 
 def listed(value: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
-    """Return the items of an ordered iterable as a list. Raises ValueError for sets, bytes and what is not iterable."""
     if isinstance(value, Set):
         raise ValueError(f"{where} is {shown(value)}, which has no order: pass a list.")
     if isinstance(value, bytes | bytearray | memoryview) or not isinstance(value, Iterable):
@@ -338,7 +335,6 @@ class Encoder:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The chat template, of the processor if that has one; None if there is none."""
         return template_of(self.tokenizer, self.media)
 
     def _fitted(self, prompt: Any) -> Chat:

@@ -34,7 +34,6 @@ class Task:
 
 
 def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
-    """Return the frame of a task. Raises ValueError in one sentence for tasks and languages that the model lacks."""
     settings = model.generation_config
     start = _first(settings, model.config, "decoder_start_token_id", "bos_token_id")
     if start is None:

@@ -22,7 +22,6 @@ class TextLimit:
 
     @staticmethod
     def of(tokenizer: Any, tokens: int | None) -> TextLimit | None:
-        """Return the limit of a tokenizer's texts; None without a limit of tokens, or if the longest is not known."""
         if not tokens or not hasattr(tokenizer, "get_vocab"):
             return None
         return TextLimit(tokens, max(map(len, tokenizer.get_vocab()), default=1))

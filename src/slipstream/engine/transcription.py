@@ -34,7 +34,6 @@ class Transcriber:
 
     @staticmethod
     def of(target: Scorer, tokenizer: Any) -> Transcriber:
-        """Make one for a target that reads sound. Raises ValueError for others, and without a feature extractor."""
         form = target.source_form
         if form is None or form.features is None or not isinstance(target, HasModel):
             raise ValueError(f"{target.name} does not read sound: take a Whisper.")
@@ -54,7 +53,6 @@ class Transcriber:
             yield self.speech.features(sound.part(start, start + length))
 
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
-        """Return the options of `Engine.generate` for a task. Raises ValueError if the model lacks it."""
         if task not in TASKS:
             raise OptionError("task", f"task={task!r} is not known: use {' or '.join(TASKS)}.")
         begin = self.speech.decoder_prompt(language, task, timestamps)
@@ -83,7 +81,6 @@ class Transcriber:
         return self.transcript(done, opened.seconds, timestamps)
 
     def transcript(self, done: Sequence[Completion], duration: float, timestamps: bool) -> Transcript:
-        """Join the texts of the windows into a transcript. Raises ValueError if one of them failed."""
         length = self.speech.seconds
         segments: list[Segment] = []
         for number, completion in enumerate(done):

@@ -97,7 +97,6 @@ class Graphs:
     def capture(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor | None], device: torch.device
     ) -> Graph:
-        """Capture a function on copies of its inputs, on a device, and store the graph under a key."""
         if self._pool is None and device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         from_host = [index for index, each in enumerate(inputs) if each is not None and each.device.type == "cpu"]

@@ -50,7 +50,6 @@ class Settings:
 
 
 def split_address(kind: str, value: str) -> tuple[str, int]:
-    """Parse "//host:port" -> ("host", port). Raises ValueError for anything else."""
     try:
         parts = urlsplit(f"{kind}:{value}")
         host, port = parts.hostname, parts.port

@@ -56,21 +56,18 @@ class Frame:
     arrays: Sequence[np.ndarray] = ()
 
     def number(self, name: str, least: int = 0, most: int = 2**62) -> int:
-        """Return the value of that name, a whole number from `least` to `most`. Raises FrameError for anything else."""
         value = self.values.get(name)
         if type(value) is not int or not least <= value <= most:
             raise FrameError(f"{name} is no whole number from {least} to {most}")
         return value
 
     def text(self, name: str, longest: int = 4096) -> str:
-        """Return the value of that name, a string of at most `longest` characters. Raises FrameError otherwise."""
         value = self.values.get(name)
         if not isinstance(value, str) or len(value) > longest:
             raise FrameError(f"{name} is no text of at most {longest} characters")
         return value
 
     def numbers(self, name: str, longest: int = 4096) -> list[int]:
-        """Return the value of that name, a list of whole numbers from 0 to 2^31 - 1. Raises FrameError otherwise."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) > longest:
             raise FrameError(f"{name} is no list of at most {longest} numbers")
@@ -79,7 +76,6 @@ class Frame:
         return value
 
     def array(self, place: int, code: str) -> np.ndarray:
-        """Return the array at index `place`, of the type `code`. Raises FrameError if there is none."""
         if place >= len(self.arrays) or self.arrays[place].dtype != CODES[code]:
             raise FrameError(f"array {place} is not there, or of another type")
         return self.arrays[place]

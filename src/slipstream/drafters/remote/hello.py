@@ -87,7 +87,6 @@ def proof(key: bytes, side: str, nonces: Sequence[str], rest: VocabularySketch) 
 
 
 def proven(frame: Frame, key: bytes, side: str, nonces: Sequence[str]) -> VocabularySketch:
-    """Return the vocabulary in the other side's frame after checking its HMAC. Raises Refused if the keys differ."""
     vocabulary = VocabularySketch.read(frame)
     if not hmac.compare_digest(proof(key, side, nonces, vocabulary).encode(), frame.text("proof").encode()):
         raise Refused("the keys of draft server and client differ: give both the same --key-file, ?key-file= or "
@@ -100,7 +99,6 @@ def vouch(kind: FrameType, key: bytes, side: str, nonces: Sequence[str], vocabul
 
 
 def check_fit(target: VocabularySketch, draft: VocabularySketch) -> None:
-    """Raises Refused if the token ids of the two sides stand for different tokens."""
     if not target.fits(draft):
         raise Refused(
             f"the target has {target.size} token ids and the draft server {draft.size}, and they do not mean the same "

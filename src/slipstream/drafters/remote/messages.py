@@ -84,7 +84,6 @@ class OpenRow:
         return opened
 
     def sampler(self) -> Sampling:
-        """Return the sampler of the server's laws for this row. Raises FrameError for impossible settings."""
         known = {name: self.sampling[name] for name in SHAPES if name in self.sampling}
         known["temperature"] = 0.0 if self.mode == DraftMode.GUESS else known.get("temperature", 0)
         bias, eos = self.sampling.get("logit_bias", []), self.sampling.get("eos", [])
@@ -131,7 +130,6 @@ def ask_frame(sequence: int, asks: Sequence[AskRow], ahead: bool) -> Frame:
 
 
 def read_ask(frame: Frame, vocab: int) -> tuple[list[AskRow], bool]:
-    """Read a client's requests, and whether to draft ahead afterwards. Raises FrameError for impossible values."""
     rows, keeps, gammas = (frame.numbers(name) for name in ("row", "keep", "gamma"))
     if not len(rows) == len(keeps) == len(gammas) == len(set(rows)) or max(gammas, default=0) > MOST_GAMMA:
         raise FrameError("what is asked for does not fit together")
@@ -204,7 +202,6 @@ def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
 
 
 def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
-    """Read the drafts in a server's frame. Raises FrameError for ids out of range and for invalid laws."""
     rows, lengths = frame.numbers("row"), frame.numbers("length")
     if len(rows) != len(lengths):
         raise FrameError("drafts do not fit together")
@@ -239,7 +236,6 @@ def _ids(values: np.ndarray, vocab: int) -> list[int]:
 
 
 def _split(flat: np.ndarray, counts: np.ndarray, rows: int) -> list[tuple[Any, ...]]:
-    """Split an array into pieces of the lengths `counts`, one per row. Raises FrameError if they do not add up."""
     if len(counts) != rows or (rows and int(counts.min()) < 0) or int(counts.sum()) != len(flat):
         raise FrameError("the lengths of a frame do not add up")
     ends = counts.cumsum().tolist()

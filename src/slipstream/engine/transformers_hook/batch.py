@@ -169,7 +169,6 @@ class Batch:
         return stop
 
     def sequences(self, rows: Sequence[Row]) -> Tensor:
-        """Return token ids (rows, longest), as `generate` does."""
         outputs = [row.output for row in rows]
         longest = max(map(len, outputs))
         padded = [[*output, *[self.pad or 0] * (longest - len(output))] for output in outputs]

@@ -65,7 +65,6 @@ class BeamCall:
         self.batch = Batch(ids, opening.prompts, processors, criteria, plain)
 
     def run(self, decoder: Decoder, seed: int) -> tuple[Any, Stats]:
-        """Search -> what `generate` returns, and the counts. Raises a processor's error, or FloatingPointError."""
         away = decoder.target.device != self.batch.ids.device
         requests = [replace(request, beams=self.beams) for request in self.batch.requests(seed, away)]
         searches = beam_search(replace(decoder, batch_size=len(requests)), requests)

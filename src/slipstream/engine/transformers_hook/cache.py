@@ -24,7 +24,6 @@ KNOWN_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlid
 
 
 def refuse_cache(cache: Any, rows: int, width: int) -> None:
-    """Raise ValueError for a user's cache with which prompts (rows, width), cached tokens included, cannot go on."""
     layers = getattr(cache, "layers", None)
     kinds = sorted({type(layer).__name__ for layer in layers or () if type(layer) not in KNOWN_LAYERS})
     if layers is None or kinds or getattr(cache, "offloading", False):
