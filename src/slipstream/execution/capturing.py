@@ -88,7 +88,9 @@ class Graphs:
 
     def find(self, key: Hashable, caches: Sequence[Stores] = ()) -> Graph | None:
         """Return the graph with this key; None if there is none that works on these caches."""
-        if self._caches != (now := [_form(stores) for stores in caches]):
+        # All layers of a cache are allocated together, so the first stands for all.
+        now = [[(tensor.data_ptr(), tensor.stride()) for tensor in stores[0]] for stores in caches]
+        if self._caches != now:
             self._caches, self._graphs, self._pool = now, {}, None
         if (graph := self._graphs.pop(key, None)) is not None:
             self._graphs[key] = graph  # the last one is the one that ran last
@@ -124,11 +126,6 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
     """Return the shapes of inputs, and the devices they come from, as a key."""
     return tuple(None if each is None else (each.shape, each.device.type) for each in inputs)
-
-
-def _form(stores: Stores) -> tuple[Any, ...]:
-    """Return what graphs contain of a cache; all layers are allocated together, so the first stands for all."""
-    return tuple((tensor.data_ptr(), tensor.stride()) for tensor in stores[0])
 
 
 def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list[Tensor], Callable[[], object]]:

@@ -47,7 +47,8 @@ class Native:
     ) -> PassResult | None:
         if self.fault or not stores:
             return None
-        work = _settled(work)
+        tokens, positions, slots = (part.contiguous() for part in (work.tokens, work.positions, work.slots))
+        work = replace(work, tokens=tokens, positions=positions, slots=slots)
         inputs = tensors_of_pass(work, stores)
         if places not in self._recordings:
             try:
@@ -87,8 +88,3 @@ class Native:
         for number, what in enumerate(("logits", *["hidden states"] * len(places))):
             compare(eager[number], made[number], what, None if unrounded is None else unrounded[number])
         return recording
-
-
-def _settled(work: Pass) -> Pass:
-    tokens, positions, slots = (part.contiguous() for part in (work.tokens, work.positions, work.slots))
-    return replace(work, tokens=tokens, positions=positions, slots=slots)

@@ -41,7 +41,10 @@ class Vocabulary:
         special = {number: token.content for number, token in added.items() if token.special}
         special |= {number: names[number] for number in tokenizer.all_special_ids if number in names}
         plain = {number: name for number, name in names.items() if number not in special}
-        spelled = _spell(tokenizer, {number: name for number, name in plain.items() if number not in added})
+        ordinary = {number: name for number, name in plain.items() if number not in added}
+        decoded = DecodedAfter(tokenizer, ordinary)
+        reading = reading_of(decoded)  # of names, if decoding confirms one
+        spelled = {number: reading(name) if reading else decoded.piece(number) for number, name in ordinary.items()}
         spelled |= {number: added[number].content.encode() for number in plain if number in added}
         if not any(spelled.values()):
             raise ValueError("the tokenizer has no token that writes a character: it cannot be compared.")
@@ -111,20 +114,6 @@ class CommonTokens:
         out = logits.new_full((*logits.shape[:-1], self.to_draft.shape[0]), float("-inf"))
         out[..., self.wanted.to(logits.device)] = logits[..., self.drafted.to(logits.device)]
         return out
-
-
-# ---- reading names ----------------------------------------------------------------------------------------------
-
-
-def _spell(tokenizer: Any, names: Mapping[int, str]) -> dict[int, bytes | None]:
-    """Find the bytes that ordinary tokens write, by the first reading of their names that decoding confirms."""
-    decoded = DecodedAfter(tokenizer, names)
-    if reading := reading_of(decoded):
-        return {number: reading(name) for number, name in names.items()}
-    return {number: decoded.piece(number) for number in names}
-
-
-# ---- vocabularies and names -------------------------------------------------------------------------------------
 
 
 def same_vocabulary(target: Scorer, draft: Scorer, target_tokenizer: Any, draft_tokenizer: Any) -> bool:

@@ -193,11 +193,10 @@ def _padding(rows: int, width: int, mask: Tensor | None, positions: Tensor | Non
     if not torch.equal(seen, torch.arange(width, device=seen.device) >= pads[:, None]):
         raise ValueError("attention_mask must be zeros (padding), then ones: pad on the left, without holes.")
     usual = seen.long().cumsum(1) - 1
-    if positions is not None and not _counts(positions.to(seen.device), usual, seen):
+    if positions is not None and not (
+        positions.dim() == 2
+        and positions.shape[1] == usual.shape[1]
+        and bool(((positions.to(seen.device) == usual) | ~seen).all())
+    ):
         raise ValueError("position_ids must count every row from 0, as they do by default: leave them out.")
     return pads.tolist()
-
-
-def _counts(positions: Tensor, usual: Tensor, seen: Tensor) -> bool:
-    same_form = positions.dim() == 2 and positions.shape[1] == usual.shape[1]
-    return same_form and bool(((positions == usual) | ~seen).all())
