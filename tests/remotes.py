@@ -38,7 +38,7 @@ class Here:
         self.opened = list[OpenRow]()
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """See `Link`."""
+        """See `DraftConnection`."""
         self.tell(generation, frames[:-1])
         asks, ahead = read_ask(over_the_wire(frames[-1]), IDS)
         served = self.rows.commit(1, asks, ahead)
@@ -49,7 +49,7 @@ class Here:
         return answer
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """See `Link`."""
+        """See `DraftConnection`."""
         for frame in map(over_the_wire, frames):
             if frame.kind == FrameType.OPEN:
                 self.opened.append(OpenRow.read(frame, IDS))
@@ -58,7 +58,7 @@ class Here:
                 self.rows.close(1, frame.number("row"))
 
     def strike(self) -> None:
-        """See `Link`."""
+        """See `DraftConnection`."""
 
 
 Policy = Callable[[list[int], AskRow], Sequence[int] | DraftRow | None]
@@ -74,7 +74,7 @@ class Liar:
     texts: dict[int, list[int]] = field(default_factory=dict)
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """See `Link`."""
+        """See `DraftConnection`."""
         self.tell(generation, frames[:-1])
         sent = list[DraftRow]()
         for ask in read_ask(frames[-1], IDS)[0]:
@@ -86,13 +86,13 @@ class Liar:
         return over_the_wire(draft_frame(sequence, sent))
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """See `Link`."""
+        """See `DraftConnection`."""
         for frame in frames:
             if frame.kind == FrameType.OPEN:
                 self.texts[frame.number("row")] = list(OpenRow.read(frame, IDS).text)
 
     def strike(self) -> None:
-        """See `Link`."""
+        """See `DraftConnection`."""
 
 
 # ---- over sockets -----------------------------------------------------------------------------------------------

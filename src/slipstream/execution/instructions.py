@@ -5,7 +5,7 @@ Their numbers are those of program.cpp: places in `CODES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,12 +73,15 @@ def _in_float32(handler: Handler) -> Handler:
     return handle
 
 
-def _elementwise(code: str) -> Handler:
+def _elementwise(code: str, picked: Callable[..., Sequence[Any]] | None = None) -> Handler:
+    """Handle an operator that computes every number by itself, of its first arguments, or of those `picked`."""
+
     def handle(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(kwargs.get(name, usual) != usual for name, usual in CHANGING.items()):
             recorder.call(func, out, args, kwargs)
             return
-        operands = [recorder.operand(each, out) for each in args[: 3 if code == "where" else 2]]
+        given = picked(*args) if picked else args[: 3 if code == "where" else 2]
+        operands = [recorder.operand(each, out) for each in given]
         name = "gelu_tanh" if code == "gelu" and kwargs.get("approximate") == "tanh" else code
         recorder.emit(CODE[name], [out], operands)
 
@@ -96,16 +99,6 @@ def _bitwise(code: str) -> Handler:
     return handle
 
 
-@_handles("aten.copy_")
-def _copy_(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    recorder.emit(CODE["copy"], [out], [recorder.operand(args[1], out)])
-
-
-@_handles("aten.rsub")
-def _rsub(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    recorder.emit(CODE["sub"], [out], [recorder.operand(each, out) for each in (args[1], args[0])])
-
-
 @_handles("aten.pow", "aten.pow_")
 def _pow(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     square = isinstance(args[1], int | float) and args[1] == 2
@@ -120,19 +113,6 @@ def _clamp(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kw
         if bounds.get(name) is not None:
             recorder.emit(CODE[code], [out], [source, recorder.operand(bounds[name], out)])
             source = recorder.array(out)
-
-
-@_handles("aten.masked_fill", "aten.masked_fill_")
-def _masked_fill(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given, mask, value = (recorder.operand(each, out) for each in args)
-    recorder.emit(CODE["where"], [out], [mask, value, given])
-
-
-def _filled(value: Callable[[tuple[Any, ...]], Any]) -> Handler:
-    def handle(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.emit(CODE["copy"], [out], [recorder.operand(value(args))])
-
-    return handle
 
 
 @_handles("aten.empty", "aten.new_empty", "aten.empty_like")
@@ -304,25 +284,14 @@ def _addmm(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kw
     recorder.emit(CODE["add"], [out], [recorder.array(out), recorder.operand(args[0], out)])
 
 
-@_handles("slipstream.linear")
-def _linear(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    inputs, weight, bias, features = args
-    recorder.emit(CODE["linear"], [out], [recorder.operand(each) for each in (inputs, weight, bias)], [features])
+def _of_weights(code: str, count: int, numbers: Callable[..., Sequence[int]]) -> Handler:
+    """Handle an operator of tensors and `count` numbers, of which the instruction takes `numbers`."""
 
-
-def _quantized(whole: bool) -> Handler:
     def handle(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        *tensors, features, bits = args
-        operands = [recorder.operand(each) for each in tensors]
-        recorder.emit(CODE["quantized_linear"], [out], operands, [bits, whole, features])
+        operands = [recorder.operand(each) for each in args[:-count]]
+        recorder.emit(CODE[code], [out], operands, numbers(*args[-count:]))
 
     return handle
-
-
-@_handles("slipstream.quantized_rows")
-def _quantized_rows(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    *tensors, bits, _ = args
-    recorder.emit(CODE["quantized_rows"], [out], [recorder.operand(each) for each in tensors], [bits])
 
 
 @_handles("slipstream.attend")
@@ -373,12 +342,21 @@ def _inverse(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], 
 HANDLERS |= {f"aten.{name}{mark}": _elementwise(code) for name, code in ELEMENTWISE.items() for mark in ("", "_")}
 HANDLERS |= {f"aten.bitwise_{name}": _bitwise(name) for name in ("not", "and", "or")}
 HANDLERS |= {f"aten.{name}": _reduced(name) for name in ("sum", "mean", "amax", "argmax")}
-HANDLERS |= {f"aten.{name}": _filled(lambda args: 0) for name in ("zeros", "new_zeros", "zeros_like")}
-HANDLERS |= {f"aten.{name}": _filled(lambda args: 1) for name in ("ones", "new_ones", "ones_like")}
-HANDLERS |= {f"aten.{name}": _filled(lambda args: args[1]) for name in ("full", "full_like", "fill_")}
+HANDLERS |= {f"aten.{name}": _elementwise("copy", lambda *_: [0]) for name in ("zeros", "new_zeros", "zeros_like")}
+HANDLERS |= {f"aten.{name}": _elementwise("copy", lambda *_: [1]) for name in ("ones", "new_ones", "ones_like")}
 HANDLERS |= {
-    "aten.new_full": _filled(lambda args: args[2]),
-    "aten.scalar_tensor": _filled(lambda args: args[0]),
-    "slipstream.quantized_linear": _quantized(True),
-    "slipstream.dequantized_linear": _quantized(False),
+    f"aten.{name}": _elementwise("copy", lambda *args: args[1:2]) for name in ("full", "full_like", "fill_", "copy_")
+}
+HANDLERS |= {
+    "aten.new_full": _elementwise("copy", lambda _, size, value: [value]),
+    "aten.rsub": _elementwise("sub", lambda given, other, *_: [other, given]),
+    **dict.fromkeys(
+        ("aten.masked_fill", "aten.masked_fill_"),
+        _elementwise("where", lambda given, mask, value: [mask, value, given]),
+    ),
+    "aten.scalar_tensor": _elementwise("copy", lambda value: [value]),
+    "slipstream.linear": _of_weights("linear", 1, lambda features: [features]),
+    "slipstream.quantized_linear": _of_weights("quantized_linear", 2, lambda features, bits: [bits, True, features]),
+    "slipstream.dequantized_linear": _of_weights("quantized_linear", 2, lambda features, bits: [bits, False, features]),
+    "slipstream.quantized_rows": _of_weights("quantized_rows", 2, lambda bits, width: [bits]),
 }

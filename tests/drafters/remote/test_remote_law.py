@@ -30,7 +30,6 @@ from slipstream.drafters.known_first import KnownFirst
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.link import Link
 from slipstream.drafters.remote.messages import AskRow, DraftRow, SentLaw
 from slipstream.models.tables import Table
 from toys.drafts import first_tokens
@@ -43,7 +42,7 @@ SLOW = pytest.mark.slow
 RULES = {"token": TOKEN, "block": BLOCK, "match": MATCH}
 
 
-def decoder(target: Table, link: Link, rule: Rule, rng: Rng, gammas: Sequence[int], **use: Any) -> Decoder:
+def decoder(target: Table, link: Any, rule: Rule, rng: Rng, gammas: Sequence[int], **use: Any) -> Decoder:
     return Decoder(
         scorer(target, "target"), RemoteDrafter(link, VOCAB, **use), rule.verify, Cycle(tuple(gammas)), rng=rng
     )

@@ -43,7 +43,7 @@ from slipstream.core.request import Row
 from slipstream.core.round import Context, Round
 from slipstream.drafters.copying import ended
 from slipstream.drafters.remote.frames import Frame, FrameError, FrameType
-from slipstream.drafters.remote.link import REFUSED, Link, Missed
+from slipstream.drafters.remote.link import REFUSED, DraftConnection, Missed
 from slipstream.drafters.remote.messages import (
     AskRow,
     DraftMode,
@@ -77,7 +77,9 @@ class RemoteDrafter(Drafter):
     features get no draft.
     """
 
-    def __init__(self, link: Link, vocab: int, trust: bool = False, top: int = 64, ahead: bool = True) -> None:
+    def __init__(
+        self, link: DraftConnection, vocab: int, trust: bool = False, top: int = 64, ahead: bool = True
+    ) -> None:
         """Make the drafter of a server, whose ids are within `vocab`; the others are as in `address.Settings`."""
         self.link, self.vocab, self.trust, self.top, self.ahead = link, vocab, trust, top, ahead
         self.traits = Traits(secret=None if trust else secrets.randbits(128))

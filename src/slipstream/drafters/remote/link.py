@@ -17,7 +17,6 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
 from weakref import finalize
 
 from slipstream.drafters.remote.address import Settings
@@ -44,27 +43,6 @@ class Missed:
     """The result of a request without a usable answer, with the reason."""
 
     reason: str
-
-
-class Link(Protocol):
-    """A connection over which frames are sent to a server."""
-
-    @property
-    def generation(self) -> int:
-        """The number of the present connection; 0: there is none. A new one shares no state with earlier ones."""
-        ...
-
-    def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """Send frames and wait for the answer to the last one, which has this sequence number."""
-        ...
-
-    def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """Send frames that get no answer."""
-        ...
-
-    def strike(self) -> None:
-        """Report an unusable answer; after `STRIKES` of them the connection is closed."""
-        ...
 
 
 GREETING = 1 << 17  # the size of the longest frame, in bytes, before the key is proven: it holds a vocabulary's sketch
@@ -106,7 +84,7 @@ STRIKES = 3  # the number of unusable answers on a connection after which it is 
 
 
 class DraftConnection:
-    """A `Link` over TCP or TLS, which connects, and reconnects, in a background thread from creation until `close`."""
+    """A connection over TCP or TLS: a background thread connects, and reconnects, from creation until `close`."""
 
     def __init__(self, settings: Settings, vocabulary: VocabularySketch) -> None:
         self._state, self.settings = _LinkState(patience=settings.timeout), settings
@@ -119,6 +97,7 @@ class DraftConnection:
 
     @property
     def generation(self) -> int:
+        """The number of the present connection; 0: there is none. A new one shares no state with earlier ones."""
         return self._state.generation
 
     @property
@@ -134,7 +113,7 @@ class DraftConnection:
         return "" if self.generation else self._state.fault or "no answer"
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """Send frames and wait for the answer.
+        """Send frames and wait for the answer to the last one, which has this sequence number.
 
         After a late answer the waiting time is halved, until an answer (even one that came too late to be used) has
         taken less than the timeout: so a server that is always too slow costs little time.
@@ -161,10 +140,12 @@ class DraftConnection:
         return answer
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
+        """Send frames that get no answer."""
         if frames and generation == self.generation:
             self._send(generation, frames)
 
     def strike(self) -> None:
+        """Report an unusable answer; after `STRIKES` of them the connection is closed."""
         self._state.strikes += 1
         if self._state.strikes >= STRIKES:
             self._state.strikes = 0
