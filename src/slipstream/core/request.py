@@ -104,6 +104,11 @@ class Request:
     beams: Beams | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of the prompt; for an encoder-decoder, of the source."""
+        return len(self.prompt if self.source is None else self.source)
+
     def finish_reason(self, tokens: list[int], room: int) -> str | None:
         """Return why plain decoding would end a text with these tokens and `room` for more; None if it goes on."""
         if tokens[-1] in self.eos:

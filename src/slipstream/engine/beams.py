@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from slipstream.core.beams import Hypothesis
 from slipstream.core.stats import Stats
@@ -63,9 +62,7 @@ class BeamTexts:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of all prompts; for an encoder-decoder, of the sources."""
-        requests = [search.request for search in self._searches]
-        return sum(len(each.prompt if each.source is None else each.source) for each in requests)
+        return sum(search.request.prompt_tokens for search in self._searches)
 
     @property
     def completions(self) -> list[Completion]:
@@ -84,25 +81,19 @@ class BeamTexts:
                 yield index, _completion(generation, search, hypotheses[rank], stats)
             else:
                 missing = f"there is no text number {rank + 1}: the settings allow {len(hypotheses)} only."
-                yield index, replace(_empty_completion(generation, stats), finish_reason="error", error=missing)
+                yield index, Completion(generation.echo, (), "error", stats, search.request.prompt_tokens, missing)
 
 
 def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothesis, stats: Stats) -> Completion:
     """Return the completion of a hypothesis; with "length", a text shorter than requested filled the context."""
-    request = search.request
-    text = generation.echo + generation.text_of(hypothesis.tokens)
-    return replace(
-        _empty_completion(generation, stats),
-        text=text,
-        tokens=hypothesis.tokens,
-        finish_reason=hypothesis.finish_reason,
-        error=search.error,
-        context_full=hypothesis.finish_reason == "length" and len(hypothesis.tokens) < request.max_new_tokens,
+    request, reason = search.request, hypothesis.finish_reason
+    return Completion(
+        generation.echo + generation.text_of(hypothesis.tokens),
+        hypothesis.tokens,
+        reason,
+        stats,
+        generation.request.prompt_tokens,
+        search.error,
+        context_full=reason == "length" and len(hypothesis.tokens) < request.max_new_tokens,
         score=hypothesis.score,
     )
-
-
-def _empty_completion(generation: Generation, stats: Stats) -> Completion:
-    request = generation.request
-    length = len(request.prompt if request.source is None else request.source)
-    return Completion(generation.echo, (), "interrupted", stats, length)

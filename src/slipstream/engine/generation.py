@@ -134,7 +134,7 @@ class Generation:
     @property
     def completion(self) -> Completion:
         """The text and tokens written so far, as a `Completion`; "interrupted" if it has not ended."""
-        row, length = self.row, len(self.request.prompt if self.request.source is None else self.request.source)
+        row, length = self.row, self.request.prompt_tokens
         if row is None:
             return Completion(self.echo, (), "interrupted", Stats(), length)
         reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)

@@ -24,25 +24,17 @@ class Job:
         for index, generation in enumerate(self.generations):
             generation.row = scheduler.add(generation.request, index)
 
-    def rounds(self) -> Iterator[list[tuple[int, Piece]]]:
-        """Play rounds to the end -> the pieces of each round, with the index of their generation."""
+    def stream(self) -> Iterator[tuple[int, Piece]]:
+        """Play rounds to the end -> each piece, with the index of its generation."""
         with Scheduler(self.decoder) as scheduler:
             self.begin(scheduler)
             for round in scheduler.rounds():
-                yield [
-                    (row.index, piece)
-                    for place, row in enumerate(round.rows)
-                    for piece in self.generations[row.index].follow(round, place)
-                ]
-            if scored := [
-                (index, one.end()) for index, one in enumerate(self.generations) if not one.request.max_new_tokens
-            ]:
-                yield scored
-
-    def stream(self) -> Iterator[tuple[int, Piece]]:
-        with closing(self.rounds()) as rounds:  # type: ignore[type-var]
-            for pieces in rounds:
-                yield from pieces
+                for place, row in enumerate(round.rows):
+                    for piece in self.generations[row.index].follow(round, place):
+                        yield row.index, piece
+            for index, one in enumerate(self.generations):
+                if not one.request.max_new_tokens:  # its prompt was scored, without a round
+                    yield index, one.end()
 
     def pieces(self) -> Iterator[Piece]:
         with closing(self.stream()) as stream:  # type: ignore[type-var]

@@ -88,9 +88,7 @@ class Ticket:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of the prompt; for an encoder-decoder, of the source."""
-        request = self.generation.request
-        return len(request.prompt if request.source is None else request.source)
+        return self.generation.request.prompt_tokens
 
     @property
     def completion_tokens(self) -> int:
