@@ -22,6 +22,7 @@ from slipstream.execution.draft_graphs import (
     Wish,
     describe,
     draft,
+    drafted_of,
     sizes_of_draft,
     traced_draft,
 )
@@ -207,9 +208,7 @@ class CapturedDrafts(DraftGraphs):
         caches, tensors = [stores, parts[0]] if parts else [stores], _tensors(inputs)
         key = (kind, shapes(tensors))
         graph = self._captured.find(key, caches) or self._capture(key, kind, inputs)
-        drawn, best, *others = graph.run(tensors)
-        laws = others.pop(0) if kind.sampled else None
-        return drawn, best, laws, others[0] if others else None
+        return drafted_of(kind, graph.run(tensors))
 
     def _capture(self, key: Hashable, kind: GraphKind, inputs: Inputs) -> Graph:
         if self.progress:

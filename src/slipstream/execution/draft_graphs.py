@@ -249,9 +249,14 @@ class DraftGraphs:
         if kind not in self._graphs:
             step = traced_draft(self.network, kind)
             self._graphs[kind] = Program(recorded(step, inputs, sizes_of_draft(inputs), tried=TRIED))
-        drawn, best, *others = self._graphs[kind](inputs)
-        laws = others.pop(0) if kind.sampled else None
-        return drawn, best, laws, others[0] if others else None
+        return drafted_of(kind, self._graphs[kind](inputs))
+
+
+def drafted_of(kind: GraphKind, outputs: Sequence[Tensor]) -> Drafted:
+    """Return the outputs of a graph of this kind, which leaves out laws and states that there are not."""
+    drawn, best, *others = outputs
+    laws = others.pop(0) if kind.sampled else None
+    return drawn, best, laws, others[0] if others else None
 
 
 def traced_draft(network: Network, kind: GraphKind) -> Callable[..., Drafted]:

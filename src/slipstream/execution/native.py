@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.cache.stores import Stores
-from slipstream.execution.names import with_cache
 from slipstream.execution.passes import (
-    Cross,
-    Parts,
     Pass,
     PassResult,
     Places,
     Watching,
     compare,
-    forward,
     sizes_of_pass,
     tensors_of_pass,
+    traced_pass,
 )
 from slipstream.execution.programs import Program, first_line, recorded
 from slipstream.execution.recording import Recording
@@ -69,18 +65,7 @@ class Native:
         self, work: Pass, stores: Stores, inputs: tuple[Any, ...], places: Places, watching: Watching | None
     ) -> Recording:
         """Return the recording of a pass with its states at `places`. Raises ValueError if it gives other results."""
-        call = with_cache(self.model)
-
-        def function(
-            tokens: Tensor, positions: Tensor, slots: Tensor, masks: dict[str, Tensor], stores: Stores, cross: Parts
-        ) -> list[Tensor]:
-            some = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
-            if watching is None:
-                return [forward(call, some, stores)]
-            with watching() as seen:
-                logits = forward(call, some, stores)
-            return [logits, *(seen[place] for place in places)]
-
+        function = traced_pass(self.model, places, watching)
         recording = recorded(function, inputs, sizes_of_pass(work, stores))
         with inputs_as_they_are(self.model) as rounds:
             unrounded = function(*inputs) if rounds else None

@@ -229,7 +229,10 @@ def tensors_of_pass(work: Pass, stores: Stores) -> tuple[Any, ...]:
     return work.tokens, work.positions, work.slots, work.masks, stores, cross
 
 
-def traced_pass(model: PreTrainedModel, places: Places) -> Callable[..., list[Tensor]]:
+def traced_pass(
+    model: PreTrainedModel, places: Places, watching: Watching | None = None
+) -> Callable[..., list[Tensor]]:
+    """Return `forward_showing` as a function of tensors; `watching` shows the states, if the model does not."""
     call = with_cache(model)
 
     def function(
@@ -237,7 +240,11 @@ def traced_pass(model: PreTrainedModel, places: Places) -> Callable[..., list[Te
     ) -> list[Tensor]:
         work = Pass(tokens, positions, slots, masks, cross and Cross(*cross))
         equate(sizes_of_pass(work, stores))
-        return forward_showing(call, work, stores, places)
+        if watching is None:
+            return forward_showing(call, work, stores, places)
+        with watching() as seen:
+            logits = forward(call, work, stores)
+        return [logits, *(seen[place] for place in places)]
 
     return function
 
