@@ -39,6 +39,7 @@ class BeamDecoder:
         self._waiting = list(searches)
         self._cache = TrieCache(decoder.target)
         self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
+        self._caches = [cache for cache in (self._cache, self._drafts.cache) if cache]
 
     def rounds(self) -> Iterator[Sequence[BeamSearch]]:
         """Run all searches to their ends, yielding those of each round; finished ones have a `finish_reason`."""
@@ -49,12 +50,12 @@ class BeamDecoder:
                 yield tuple(self.running)
                 ended = [place for place, search in enumerate(self.running) if search.finish_reason]
                 if ended:
-                    self._cache.free(ended)
-                    self._drafts.free(ended)
+                    for cache in self._caches:
+                        cache.free(ended)
                     self.running = [search for search in self.running if not search.finish_reason]
         finally:
-            self.decoder.target.free(range(len(self.decoder.target.lengths)))
-            self._drafts.close()
+            for cache in self._caches:
+                cache.scorer.free(range(len(cache.scorer.lengths)))
             self.running = []
             release_threads()
 
@@ -68,8 +69,8 @@ class BeamDecoder:
             return
         watch = Stopwatch()
         self._waiting = self._waiting[len(new) :]
-        self._cache.add([search.request for search in new])
-        self._drafts.add(new)
+        for cache in self._caches:
+            cache.add([search.request for search in new])
         self.running += new
         watch.lap("prefill")
         _share(watch, new)
@@ -94,8 +95,8 @@ class BeamDecoder:
         for search, more in zip(searches, proposals, strict=True):
             _count(search, max((each.depth for each in more), default=search.depth) - search.depth)
         live = [[beam.prefix for beam in search.live] for search in searches]
-        self._cache.prune(live)
-        self._drafts.prune(live)
+        for cache in self._caches:
+            cache.prune(live)
         watch.lap("rest")
         _share(watch, searches)
 

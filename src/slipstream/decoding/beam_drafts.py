@@ -1,9 +1,11 @@
-"""Drafts for beam search: prefixes proposed by a model's own beams, or by a drafter that continues texts."""
+"""Drafts for beam search: prefixes proposed by a model's own beams, or by a drafter that continues texts.
+
+The result is exact for any proposal.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,29 +22,7 @@ from slipstream.decoding.tries import TrieCache
 Proposal = list[Prefix]  # prefixes whose scores a search may need, parents first, without the live ones
 
 
-class BeamDrafts(ABC):
-    """Proposes prefixes for beam searches, one row per search, in order. The result is exact for any proposal."""
-
-    @abstractmethod
-    def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
-        """Return prefixes that are up to `depths[r]` tokens longer than the live ones of search r."""
-
-    # What a draft with a cache of its own has to do besides:
-
-    def add(self, searches: Sequence[BeamSearch]) -> None:  # noqa: B027
-        """Append rows for new searches, and read their prompts."""
-
-    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:  # noqa: B027
-        """Drop cached prefixes that the searches no longer need; `live` are the present live prefixes of each."""
-
-    def free(self, places: Collection[int]) -> None:  # noqa: B027
-        pass
-
-    def close(self) -> None:  # noqa: B027
-        """Empty the cache after all searches."""
-
-
-def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> BeamDrafts:
+def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> ModelBeams | TextBeams:
     """Return the proposer for a drafter, with `extra` beams beyond the target's, if tokens are all it needs."""
     traits = Traits.of(drafter)
     if traits.model is not None:
@@ -64,37 +44,23 @@ def refuse_states(scorer: Scorer) -> None:
         )
 
 
-class ModelBeams(BeamDrafts):
+class ModelBeams:
     """Runs beam search with the draft's laws from the live beams on, and proposes the prefixes of its beams.
 
     Where the target's law of a prefix is known, it is used instead of the draft's. This is the method of appendix A.4
-    of arXiv 2211.17192. `extra` beams are drafted beyond the target's. With `shared`, the draft works on the target's
-    rows.
+    of arXiv 2211.17192. `extra` beams are drafted beyond the target's. The prefixes lie in a `cache` of its own, with a
+    row for each search; with `shared`, the draft works on the target's rows.
     """
 
     def __init__(self, scorer: Scorer, vocab: int, extra: int, shared: TrieCache | None = None) -> None:
         self._scorer, self._vocab, self._extra, self._shared = scorer, vocab, extra, shared
-        self._own = TrieCache(scorer)
-
-    def add(self, searches: Sequence[BeamSearch]) -> None:
-        if self._shared is None:
-            self._own.add([search.request for search in searches])
-
-    def free(self, places: Collection[int]) -> None:
-        if self._shared is None:
-            self._own.free(places)
-
-    def close(self) -> None:
-        if self._shared is None:
-            self._scorer.free(range(len(self._scorer.lengths)))
-
-    def prune(self, live: Sequence[Sequence[Prefix]]) -> None:
-        if self._shared is None:
-            self._own.prune(live)
+        self.cache = TrieCache(scorer) if shared is None else None
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
+        """Return prefixes that are up to `depths[r]` tokens longer than the live ones of search r, for every search."""
         before = list(self._scorer.lengths)
-        cache = self._own if self._shared is None else self._shared.shared_with(self._scorer)
+        cache = self._shared.shared_with(self._scorer) if self._shared else self.cache
+        assert cache is not None
         beams, proposals = [list(search.live) for search in searches], [Proposal() for _ in searches]
         limit = self._scorer.context  # no prefix may be longer
         if limit is not None:
@@ -136,8 +102,10 @@ def _law(prefix: Prefix) -> Candidates | None:
     return prefix.guess if prefix.best is None else prefix.best
 
 
-class TextBeams(BeamDrafts):
-    """Proposes, for every live beam, a chain that a drafter gives for its text."""
+class TextBeams:
+    """Proposes, for every live beam, a chain that a drafter gives for its text; see `ModelBeams`."""
+
+    cache = None
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
