@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.core.beams import Beams
 from slipstream.core.draft import Verifier
-from slipstream.core.draws import Rng
+from slipstream.core.draws import Rng, draw
 from slipstream.core.law import Fault, Law, TokenLogprobs
 from slipstream.core.media import Media
 from slipstream.core.source import Source
@@ -57,18 +57,16 @@ class Sampler(Protocol):
         ...
 
 
-class AcceptanceRule(Protocol):
-    """The rule of a request: how its drafts are verified, and how its tokens are drawn."""
+@dataclass(frozen=True)
+class Rule:
+    """A verifier and the `Rng` of its draws. `lossless` rules keep the target's law exactly. A rule with `paths` needs
+    drafts of that many independent paths."""
 
-    @property
-    def verify(self) -> Verifier:
-        """The verifier of the request's drafts."""
-        ...
-
-    @property
-    def rng(self) -> Rng:
-        """The `Rng` that draws the request's tokens."""
-        ...
+    name: str
+    verify: Verifier
+    rng: Rng = draw
+    lossless: bool = True
+    paths: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Request:
     key: int = 0
     stop: Callable[[list[int]], str | None] | None = None
     source: Source | None = None
-    rule: AcceptanceRule | None = None
+    rule: Rule | None = None
     gamma: int | None = None
     priority: int = 0
     cache_salt: str = ""

@@ -5,23 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.core.draft import Draft, Draw, Verdict, Verifier
-from slipstream.core.draws import Rng, draw, draw_coupled
+from slipstream.core.draws import draw_coupled
 from slipstream.core.law import Law
+from slipstream.core.request import Rule
 from slipstream.core.values import OptionError
 from slipstream.decoding import acceptance, multipath
 from slipstream.decoding import tree_acceptance as trees
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A verifier and the `Rng` of its draws. `lossless` rules keep the target's law exactly. A rule with `paths` needs
-    drafts of that many independent paths."""
-
-    name: str
-    verify: Verifier
-    rng: Rng = draw
-    lossless: bool = True
-    paths: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,15 +26,11 @@ from slipstream.decoding.grammar import Grammar, GrammarMask
 from slipstream.kernels.laws import greatest
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""A logits processor in transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores."""
+"""A logits processor in transformers' convention: (input_ids (1, length), scores (1, vocab)) -> scores.
 
-
-class TakesPositions(Protocol):
-    """A processor that takes all positions of a row in one call."""
-
-    def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        """Process scores (positions, vocab), each position after its own prefix (length,)."""
-        ...
+Its method `process_positions`, if it has one, takes the scores (positions, vocab) of all positions of a row, each after
+its own prefix (length,).
+"""
 
 
 class ModelProcessors(Protocol):
@@ -70,7 +66,7 @@ class SuppressAfter(Suppress):
         return super().__call__(input_ids, scores) if input_ids.shape[-1] == self.length else scores
 
     def process_positions(self, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-        """See `TakesPositions`; the same scores where none of the positions is the one."""
+        """See `Processor`; the same scores where none of the positions is the one."""
         if all(len(prefix) != self.length for prefix in prefixes):
             return scores
         return torch.cat([self(prefix[None], scores[j : j + 1]) for j, prefix in enumerate(prefixes)])
@@ -344,6 +340,6 @@ def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
 
 
 def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-    if hasattr(processor, "process_positions"):  # a check of the protocol would take longer than most processors
-        return cast(TakesPositions, processor).process_positions(prefixes, scores)
+    if hasattr(processor, "process_positions"):
+        return processor.process_positions(prefixes, scores)
     return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])
