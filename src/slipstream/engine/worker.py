@@ -51,6 +51,9 @@ class Capacity:
     memory: int | None = None
     prefill_chunk: int | None = None
 
+    def prefix_cache(self) -> PrefixCache | None:
+        return PrefixCache(self.cache_bytes) if self.cache_bytes else None
+
 
 class Listener(Protocol):
     """Receives the events of the worker, on its thread, such as the metrics do."""
@@ -243,12 +246,11 @@ class Worker:
     # ---- in the thread ----
 
     def _new_scheduler(self) -> Scheduler:
-        prefixes = PrefixCache(self.room.cache_bytes) if self.room.cache_bytes else None
         decoder = self.engine.shared_decoder
         chunk, growth = self.room.prefill_chunk or PREFILL_CHUNK, 1
         if self.room.prefill_chunk is None and decoder.target.device.type == "cpu":
             chunk, growth = CPU_CHUNK, CPU_GROWTH
-        return Scheduler(decoder, chunk, prefixes, self.room.memory, growth)
+        return Scheduler(decoder, chunk, self.room.prefix_cache(), self.room.memory, growth)
 
     def _run(self) -> None:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.options import REQUEST_FIELDS
 from slipstream.decoding.rules import COUPLED
 from slipstream.decoding.scheduler import Scheduler
@@ -29,9 +28,8 @@ def run(
     """Answer lines of which `beyond` is empty, as `batch.run.run` does, but without an application."""
     engine, room, texts = recipe.engine(progress), recipe.room, list[tuple[BatchLine, list[Generation]]]()
     on_load(engine)
-    prefixes = PrefixCache(room.cache_bytes) if room.cache_bytes else None
     left = iter(lines)
-    with Scheduler(engine.shared_decoder, prefix_cache=prefixes, memory=room.memory) as scheduler:
+    with Scheduler(engine.shared_decoder, prefix_cache=room.prefix_cache(), memory=room.memory) as scheduler:
         while True:
             while len(texts) < 2 * room.rows and (line := next(left, None)):
                 try:
