@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slipstream.core.garbage import uncollected
 from slipstream.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def __getattr__(name: str) -> Any:
         "follow": "engine.target",
         "load": "engine.load",
     }
-    return getattr(import_module(f"slipstream.{rooms[name]}"), name)
+    with uncollected():
+        return getattr(import_module(f"slipstream.{rooms[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.garbage import uncollected
 from slipstream.core.media import only
 from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions, signature_of
 from slipstream.core.protocols import Controller
@@ -35,6 +36,7 @@ from slipstream.models.media.trial import try_media
 GAMMA = 5  # the default number of tokens drafted per round
 
 
+@uncollected()
 def load(
     target: Any = None, draft: Any = None, *, progress: Callable[[str], object] | None = None, **options: Any
 ) -> Engine:

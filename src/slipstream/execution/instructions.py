@@ -5,7 +5,8 @@ Their numbers are those of program.cpp: places in `CODES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from slipstream.execution.recording import (
     Operand,
     Recorder,
     Unrecordable,
-    number_words,
 )
 
 HANDLERS: dict[str, Handler] = {}  # what emits the instructions of an operator, by the operator's name
@@ -258,8 +258,7 @@ def _index_copy(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...
 
 def _counts_rows(recorder: Recorder, index: Tensor) -> bool:
     """Whether a tensor (rows, 1) has the number of each row."""
-    storage = recorder.array(index).storage
-    made = [step for step in recorder.steps if any(each and each.storage == storage for each in step.outputs)]
+    made = [recorder.steps[number] for number in recorder.writers.get(recorder.array(index).storage, ())]
     return (
         index.shape[1] == 1
         and len(made) == 1
@@ -307,15 +306,15 @@ def _stored(recorder: Recorder, made: Array) -> tuple[Operand, Operand]:
 
     The kernel makes the same numbers where it reads them, so that those steps are left out.
     """
-    steps = [step for step in recorder.steps if any(each and each.storage == made.storage for each in step.outputs)]
+    numbers = recorder.writers.get(made.storage, [])
+    steps = [recorder.steps[number] for number in numbers]
     if [getattr(step, "code", None) for step in steps] != [CODE["copy"], CODE["mul"]]:
         return made, None
     codes, (product, scales) = steps[0].inputs[0], steps[1].inputs
     if not (isinstance(codes, Array) and isinstance(scales, Array) and steps[0].outputs == steps[1].outputs == [made]):
         return made, None
     known = product == made and TYPES[codes.type] is torch.int8 and scales.strides[-1] == 0
-    later = recorder.steps[recorder.steps.index(steps[0]) + 1 :]
-    changed = any(each and each.storage in (codes.storage, scales.storage) for step in later for each in step.outputs)
+    changed = any(number > numbers[0] for each in (codes, scales) for number in recorder.writers[each.storage])
     return (codes, scales) if known and not changed else (made, None)
 
 
@@ -337,6 +336,11 @@ def _inverse(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], 
         recorder.call(func, out, args, kwargs)
         return
     recorder.emit(CODE["inverse"], [out], [recorder.operand(each) for each in args])
+
+
+def number_words(numbers: Iterable[float]) -> list[int]:
+    """Return floating-point numbers as the integers with the same bits."""
+    return [struct.unpack("q", struct.pack("d", number))[0] for number in numbers]
 
 
 HANDLERS |= {f"aten.{name}{mark}": _elementwise(code) for name, code in ELEMENTWISE.items() for mark in ("", "_")}

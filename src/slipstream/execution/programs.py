@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slipstream.execution.instructions import CODE, HANDLERS
+from slipstream.execution.instructions import CODE, HANDLERS, number_words
 from slipstream.execution.recording import (
     ABSENT,
     TYPES,
@@ -30,8 +30,8 @@ from slipstream.execution.recording import (
     Step,
     Unrecordable,
     is_array,
-    number_words,
     record,
+    tensors_in,
 )
 from slipstream.execution.sizes import Size
 from slipstream.kernels.cpu import kernel_missing
@@ -74,7 +74,7 @@ class Program:
 
     def __call__(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         """Run the function -> its outputs. Raises ValueError for inputs of other sizes than those recorded."""
-        tensors = _tensors(inputs, [])
+        tensors = tensors_in(inputs, [])
         symbols = self._symbols(tensors)
         products = [1]  # of every set of sizes, by the bits of the set
         for symbol in symbols:
@@ -144,18 +144,6 @@ class Program:
         for array, result in zip(call.outputs, results, strict=True):
             if array is not None:
                 tensor(array).copy_(result)
-
-
-def _tensors(inputs: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
-    """Append the tensors of nested tuples, lists and dictionaries to a list; torch's function for it takes longer."""
-    for each in inputs:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, tuple | list):
-            _tensors(each, found)
-        elif isinstance(each, dict):
-            _tensors(each.values(), found)
-    return found
 
 
 def _values(sizes: Iterable[Size], products: Sequence[int]) -> list[int]:

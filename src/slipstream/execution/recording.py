@@ -10,10 +10,10 @@ once; what has no instruction is called as torch's operator (`OperatorCall`).
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -123,6 +123,18 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, Array)
 
 
+def tensors_in(things: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
+    """Append the tensors of nested tuples, lists and dictionaries to a list; torch's function for it takes longer."""
+    for each in things:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            tensors_in(each, found)
+        elif isinstance(each, dict):
+            tensors_in(each.values(), found)
+    return found
+
+
 @dataclass
 class Recording:
     """The steps of a function, with its storages, its outputs, and the weights that have to stay alive.
@@ -164,7 +176,7 @@ class Recorder(TorchDispatchMode):
         self.weights: list[Tensor] = []
         self._numbers: dict[int, int] = {}  # of storages, by their identity
         self._held: list[Tensor] = []  # so that no identity is used twice
-        self._written: set[int] = set()  # numbers of storages whose contents are known
+        self.writers: dict[int, list[int]] = {}  # the steps that write to a storage, for those with known contents
 
     # ---- memory ----
 
@@ -173,7 +185,7 @@ class Recorder(TorchDispatchMode):
         self._held.append(tensor)
         number = self._numbers[tensor.untyped_storage()._cdata] = len(self.storages)
         if memory is not MemoryKind.OWN:
-            self._written.add(number)
+            self.writers[number] = []
         self.storages.append(Storage(memory, tensor.untyped_storage().nbytes(), place))
         return number
 
@@ -228,23 +240,24 @@ class Recorder(TorchDispatchMode):
     def _append(self, step: Step) -> None:
         made = {array.storage for array in step.outputs if array}
         own = made if isinstance(step, OperatorCall) else set()  # what it is given it may write to
-        if not {each.storage for each in step.inputs if isinstance(each, Array)} - own <= self._written:
+        if not {each.storage for each in step.inputs if isinstance(each, Array)} - own <= self.writers.keys():
             raise Unrecordable("the contents of a tensor are not known")
-        self._written |= made
+        for storage in made:
+            self.writers.setdefault(storage, []).append(len(self.steps))
         self.steps.append(step)
 
     # ---- recording ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs), [])
         by_places = func is torch.ops.aten.index.Tensor and all(leaf.dtype != torch.bool for leaf in given[1:])
         if TELLING & set(func.tags) and not by_places:
             raise Unrecordable("what it does depends on the contents of tensors")
         for leaf in given:
             self.constant(leaf)
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors_in((out,), [])
         if not func._schema.is_mutable and all(self.known(leaf) is not None for leaf in made):
             return out  # views
         folds = bool(given) and not func._schema.is_mutable and all(map(self._is_constant, given))
@@ -299,7 +312,7 @@ def record(
             given = tree_map(small, inputs)
             with Blind(), recorder:
                 out = function(*given)
-            results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            results = tensors_in((out,), [])
             finals = [torch.empty(result.shape, dtype=result.dtype) for result in results]
             for place, (result, final) in enumerate(zip(results, finals, strict=True)):
                 recorder.constant(result)
@@ -327,6 +340,7 @@ def _compared(
     sums = sums_of(first.steps, second.steps, tried)
     growth = growth_of([*tried, *((tried[place][0] + more, tried[place][1] + more) for place, more in sums)])
 
+    @cache
     def size(one: int, other: int) -> Size:
         if (found := product_of(one, other, growth)) is None:
             raise Unrecordable("a size is no product of sizes of the inputs")
@@ -380,8 +394,3 @@ def sums_of(
                     places = (place for place, (start, end) in enumerate(tried) if large - small == end - start)
                     sums |= dict.fromkeys((place, small - tried[place][0]) for place in places)
     return tuple(sums)
-
-
-def number_words(numbers: Iterable[float]) -> list[int]:
-    """Return floating-point numbers as the integers with the same bits."""
-    return [struct.unpack("q", struct.pack("d", number))[0] for number in numbers]
