@@ -60,7 +60,6 @@ def make(name: str, lab: Lab) -> Sheet:
 
 
 def _options(inputs: Inputs) -> str:
-    """Return the command's options for the user's inputs, with placeholders for the places on their machine."""
     places = {"standins": "FOLDER", "pairs": "FOLDER", "articles": "FILE", "texts": "FILE"}
     names = [f" --{name} {place}" for name, place in places.items() if getattr(inputs, name)]
     models = [f" --target {inputs.target}"] * bool(inputs.target) + [f" --draft {draft}" for draft in inputs.drafts]
@@ -68,7 +67,6 @@ def _options(inputs: Inputs) -> str:
 
 
 def _types(how: Loading) -> str:
-    """Return the command's options for the dtypes of the models' weights, where they are not the defaults."""
     defaults = Loading()
     target = "" if how.dtype == defaults.dtype else f" --dtype {how.dtype}"
     others = {"encoder-dtype": how.encoder_dtype, "draft-dtype": how.draft_dtype}

@@ -125,7 +125,6 @@ def reproduce(
 
 
 def _names(what: Sequence[str]) -> list[str]:
-    """Return the tables and figures to make, each once. Raises ValueError for an unknown name."""
     from reproduction.catalogue import ALL, MAKERS
 
     unknown = [name for name in what if name not in (*MAKERS, ALL)]
@@ -152,7 +151,6 @@ def _folder(out: str | None, names: Sequence[str], force: bool) -> Path | None:
 
 
 def _made(names: Sequence[str], lab: Lab, as_json: bool) -> list[Sheet]:
-    """Make the sheets, and print each as soon as it is made unless the output is JSON."""
     from reproduction.catalogue import make
 
     sheets = []
@@ -164,7 +162,6 @@ def _made(names: Sequence[str], lab: Lab, as_json: bool) -> list[Sheet]:
 
 
 def _show(sheet: Sheet) -> None:
-    """Print a sheet: title, table, text and notes."""
     screen = console()
     screen.print(f"\n{sheet.title}{' (quick: tiny models, few texts)' if sheet.quick else ''}", style="bold")
     heads, cells = [column.name for column in sheet.columns], sheet.cells()

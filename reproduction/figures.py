@@ -18,7 +18,6 @@ TABLES = ("unigram", "bigram")
 
 
 def figure1(lab: Lab) -> Sheet:
-    """Return Figure 1: a text with the source of every token."""
     found = lab.story()
     tokens, runs = found["tokens"], found["runs"]
     rows = (("paper", *FIGURE_1, FIGURE_1[0] / FIGURE_1[1]), ("ours", tokens, runs, tokens / runs))
@@ -34,7 +33,6 @@ def figure1(lab: Lab) -> Sheet:
 
 
 def figure5(lab: Lab) -> Sheet:
-    """Return Figure 5: the models' calls over time."""
     found = lab.timeline()
     lanes = tuple(Lane(name, tuple(map(tuple, lane["calls"]))) for name, lane in found["lanes"].items())
     rows = []

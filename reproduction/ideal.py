@@ -67,7 +67,6 @@ def _curve(label: str, values: Sequence[float]) -> Curve:
 
 
 def _figure(name: str, title: str, what: str, notes: tuple[str, ...], curves: Sequence[Curve]) -> Sheet:
-    """Return the sheet of a plot over alpha, with some points of every curve as a row of a table."""
     places = [ALPHAS.index(alpha) for alpha in SHOWN]
     rows: tuple[tuple[Cell, ...], ...] = tuple((curve.label, *(curve.y[place] for place in places)) for curve in curves)
     digits = 0 if name == "figure3" else 2

@@ -97,7 +97,6 @@ class Lab:
         return measurable
 
     def need_tasks(self) -> tuple[str, ...]:
-        """Return the tasks that can be measured. Raises ValueError if there are none."""
         if not self.tasks:
             raise ValueError(
                 "this table needs encoder-decoders: give --standins FOLDER with --pairs FOLDER (translation) or "
@@ -187,8 +186,6 @@ class Lab:
         return self._measured(f"speeds-{task}-{temperature}", measure)
 
     def baselines(self, task: str, temperature: int) -> dict[str, Any]:
-        """Return the results of the methods that the paper compares with, and ours, with the task's smallest draft."""
-
         def measure() -> dict[str, Any]:
             whole = self.subject(task, compiled=False)
             most = whole.length if task == EDITING else min(whole.length, self.scale.plane_length)
@@ -199,7 +196,6 @@ class Lab:
         return self._measured(f"baselines-{task}-{temperature}", measure)
 
     def _methods(self, task: str, subject: Subject, temperature: int) -> list[methods.Method]:
-        """Return the methods to measure: rules for a draft model, and those that suit this task and temperature."""
         chosen = methods.drafted(subject, next(iter(subject.drafts)))
         if task == EDITING and not temperature:
             chosen += methods.from_sources(subject, edits.source_of(subject.sources, subject.engine.encode))
@@ -214,20 +210,14 @@ class Lab:
         """Return the BLEU of translations. Raises ValueError without pairs of texts."""
         if TRANSLATION not in self.need_tasks():
             raise ValueError("BLEU is of translations: give --pairs FOLDER.")
-
-        def measure() -> dict[str, Any]:
-            subject = self.subject(TRANSLATION, compiled=False)
-            return bleu(subject, (0.0, 1.0), self.scale.sentences, self.say)
-
-        return self._measured("bleu", measure)
+        return self._measured(
+            "bleu", lambda: bleu(self.subject(TRANSLATION, compiled=False), (0.0, 1.0), self.scale.sentences, self.say)
+        )
 
     def story(self) -> dict[str, Any]:
-        """Return a text of the embedded pair round by round, for Figure 1."""
-
-        def measure() -> dict[str, Any]:
-            return story(replace(self.subject(WRITING, compiled=False), length=STORY), DRAFT, STORY_GAMMA, 1.0)
-
-        return self._measured("story", measure)
+        return self._measured(
+            "story", lambda: story(replace(self.subject(WRITING, False), length=STORY), DRAFT, STORY_GAMMA, 1.0)
+        )
 
     def timeline(self) -> dict[str, Any]:
         """Return the calls over time of translations if they can be measured, else of the embedded pair (Figure 5)."""

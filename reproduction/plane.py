@@ -47,7 +47,6 @@ def _row(found: dict[str, Any], row: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 def _curves(found: dict[str, Any]) -> list[Curve]:
-    """Return a curve for each method, through its settings in order of distance."""
     group, lines = f"{found['subject']}, temperature {found['temperature']:g}", []
     for method in dict.fromkeys(row["method"] for row in found["rows"][1:]):
         points = sorted((r["distance"], r["over_plain"]["median"]) for r in found["rows"] if r["method"] == method)

@@ -37,7 +37,6 @@ Found = dict[str, Any]
 
 
 def table2(lab: Lab) -> Sheet:
-    """Return Table 2: measured speed."""
     rows, measured = list[Row](), list[Found]()
     for task, temperature, found in _races(lab):
         measured.append(found)
@@ -70,7 +69,6 @@ def _amounts(measured: Sequence[Found]) -> str:
 
 
 def table4(lab: Lab) -> Sheet:
-    """Return Table 4: expected and measured speed."""
     rows, measured, reasons = list[Row](), list[Found](), list[str]()
     for task, temperature, found in _races(lab):
         measured.append(found)
@@ -129,7 +127,6 @@ def reason(where: str, row: dict[str, Any]) -> Iterator[str]:
 
 
 def table3(lab: Lab) -> Sheet:
-    """Return Table 3: alpha of n-grams and drafts."""
     rows, measured = list[Row](), list[Found]()
     for task in (*(() if lab.inputs.target else (WRITING,)), *lab.tasks):
         found = [lab.alphas(task, temperature) for temperature in TEMPERATURES]
@@ -160,7 +157,6 @@ THEIRS = {DRAFT: "GPT-like 6M"}
 
 
 def table5(lab: Lab) -> Sheet:
-    """Return Table 5: alpha with lenience."""
     rows, measured = list[Row](), list[Found]()
     printed = {row.draft: row.alphas for row in TABLE_5}
     for task in lab.need_tasks():
@@ -188,7 +184,6 @@ def table5(lab: Lab) -> Sheet:
 
 
 def bleu(lab: Lab) -> Sheet:
-    """Return a sheet with the BLEU of translations, plain and speculative."""
     found = lab.bleu()
     rows: list[Row] = [
         (row["decoding"], row["temperature"], row["bleu"], row["low"], row["high"], row["same"], found["texts"])

@@ -29,15 +29,12 @@ class ScoredDrafter:
 
     @property
     def scorer(self) -> object:
-        """The Scorer of the draft model."""
         return self.follower.scorer
 
     def release(self) -> None:
-        """Free all rows of the model's cache."""
         self.follower.follow(())
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` tokens per row, fewer where the model is unsure."""
         if not any(gammas):
             return Draft.empty(len(context.rows), self.follower.scorer.device)
         self.follower.follow(context.rows, context.watch)
@@ -59,7 +56,6 @@ class ScoredDrafter:
         return Draft(tokens, Law.join(laws, 1), tuple(lengths), windowed)
 
     def observe(self, round: Round) -> None:
-        """Roll the model's cache back to the tokens that the round kept."""
         self.follower.rollback(round)
 
     def _law(self, context: Context, logits: Tensor, tokens: Tensor) -> Law:

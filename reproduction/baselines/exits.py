@@ -129,5 +129,4 @@ class ExitClock:
         return Draft.empty(1, torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
-        """Remove the rule, so that all layers run between rounds."""
         self.exits.rule = None

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from slipstream.core.draft import Draft
-from slipstream.core.protocols import Traits
+from slipstream.core.protocols import Drafter, Traits
 from slipstream.core.request import Row
-from slipstream.core.round import Context, Round
+from slipstream.core.round import Context
 from slipstream.drafters.copying import ended, sure
 
 Source = Callable[[Sequence[int]], Sequence[int]]
 """A function that returns the token ids of the source for the token ids of a prompt."""
 
 
-class SourceDrafter:
+class SourceDrafter(Drafter):
     """Drafts the rest of the source as long as the output equals its beginning.
 
     After the first difference nothing is drafted until the last tokens of the output (as few as suffice) occur at
@@ -28,11 +28,7 @@ class SourceDrafter:
         self.source = source
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Return up to `gammas[r]` copied tokens per row, none where the output has no unique place in the source."""
         return sure([self._copy(row, gamma) for row, gamma in zip(context.rows, gammas, strict=True)])
-
-    def observe(self, round: Round) -> None:
-        """Do nothing: drafts depend on the texts alone."""
 
     def _copy(self, row: Row, gamma: int) -> list[int]:
         source = list(self.source(row.request.prompt))

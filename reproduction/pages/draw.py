@@ -13,7 +13,6 @@ SETTINGS = {"svg.hashsalt": "slipstream", "font.size": 9.0}
 
 
 def check_drawing() -> None:
-    """Raise ValueError if matplotlib is not installed, which is checked before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -106,7 +106,6 @@ def machine(facts: dict[str, Any]) -> str:
 
 
 def _place(run: dict[str, Any]) -> str:
-    """Return when, where and with which versions a run was made."""
     cpu = f"{run['cpu']}, {run['threads']} of {run['cores']} threads"
     versions = ", ".join(f"{name} {run[name]}" for name in ("slipstream", "torch", "transformers"))
     return f"{run['date'][:10]} on {cpu if 'cpu' in str(run['device']) else run['device']} ({versions})"

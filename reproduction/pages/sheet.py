@@ -65,7 +65,6 @@ class Sheet:
     quick: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sheet as a dictionary for JSON, without tuples."""
         return json.loads(json_text(asdict(self)))
 
     @property
@@ -74,14 +73,12 @@ class Sheet:
         return bool(self.curves or self.lanes)
 
     def cells(self) -> list[list[str]]:
-        """Return the cells of the rows as text."""
         return [
             [shown(cell, column.digits) for cell, column in zip(row, self.columns, strict=True)] for row in self.rows
         ]
 
 
 def sheet(record: dict[str, Any]) -> Sheet:
-    """Return the sheet that `as_dict` has turned into a JSON object."""
     parts = {
         "columns": tuple(Column(**column) for column in record["columns"]),
         "rows": tuple(map(tuple, record["rows"])),

@@ -115,15 +115,12 @@ def tables(subject: Subject) -> dict[str, NgramModel]:
 
 
 def scouts(subject: Subject, counted: Mapping[str, NgramModel]) -> dict[str, Scout]:
-    """Return the scouts of n-gram models and of a subject's drafts, by name."""
     vocab = subject.engine.decoder.target.vocab
     ngrams: dict[str, Scout] = {name: ngram_scout(model, name) for name, model in counted.items()}
     return ngrams | {name: model_scout(subject.lend(name), vocab) for name in subject.drafts}
 
 
 def model_scout(draft: Scorer, vocab: int) -> Scout:
-    """Return a scout for a draft model, with its law padded to `vocab` tokens."""
-
     def walk(requests: Sequence[Request], outputs: Outputs) -> Iterator[Law]:
         for _, rows, scores, _ in replay(draft, requests, outputs):
             yield plain_law(rows, pad_vocabulary(scores, vocab), draft.name)
@@ -149,7 +146,6 @@ def ngram_scout(model: NgramModel, name: str) -> Scout:
 def follow(
     subject: Subject, found: Mapping[str, Scout], requests: Sequence[Request], outputs: Outputs
 ) -> dict[str, Trail]:
-    """Collect the acceptance of every scout along the target's texts."""
     trails = {name: Trail() for name in found}
     for start in range(0, len(outputs), BATCH):
         some, texts = requests[start : start + BATCH], outputs[start : start + BATCH]

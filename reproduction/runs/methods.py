@@ -125,7 +125,6 @@ def early_exits(subject: Subject, exits: Exits, thresholds: Sequence[dict[str, A
 
 
 def exiting(subject: Subject, exits: Exits, rule: ExitRule | None) -> Decoder:
-    """Return a decoder of the copy with exits, which exits by `rule`, or runs all layers if it is None."""
     return replace(subject.plain, target=exits.target, drafter=ExitClock(exits, rule))
 
 

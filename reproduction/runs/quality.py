@@ -13,7 +13,6 @@ def quality(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]
 
 
 def unlike(text: str, other: str) -> float:
-    """Return the distance between two texts, from 0 (equal) to 1: 1 - chrF."""
     return 0.0 if text == other else 1 - _sacrebleu().sentence_chrf(text, [other]).score / 100
 
 

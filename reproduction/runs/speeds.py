@@ -41,7 +41,6 @@ class Log:
     prefills: list[float] = field(default_factory=list)
 
     def play(self, decoder: Decoder, requests: Sequence[Request]) -> Iterator[Round]:
-        """Decode the requests, and record the time of every round."""
         for round, beat in beats(decoder, requests):
             self.beats.append(beat)
             self.prefills += [prompt_seconds(round, place) for place in range(len(round.rows))] * bool(beat.new)
@@ -124,7 +123,6 @@ def race(
 
 
 def chosen(alphas: Mapping[str, Any], costs: Mapping[int, SpeedCosts]) -> int:
-    """Return the gamma with the least expected time per text, by its costs and tokens per round."""
     rounds = {gamma: alphas["mean_length"] / alphas["tokens_per_round"][str(gamma)] for gamma in costs}
     return min(costs, key=lambda gamma: costs[gamma].per_text(gamma, rounds[gamma]))
 

@@ -51,7 +51,6 @@ class Subject:
 
     @property
     def plain(self) -> Decoder:
-        """The decoder of the target without a draft."""
         alone = replace(self.engine.decoder, drafter=NoDraft(), controller=Fixed(0), batch_size=1)
         return replace(alone, verifier=TOKEN.verify, rng=TOKEN.rng)
 
@@ -61,7 +60,6 @@ class Subject:
         return self.engine.frame.begin if self.engine.frame else ()
 
     def drafted(self, draft: str, gamma: int) -> Decoder:
-        """Return the decoder of the target with a draft, by Algorithm 1."""
         if draft not in self._drafters:
             self._drafters[draft] = ModelDrafter(self.drafts[draft], self.engine.decoder.target.vocab)
         return replace(self.plain, drafter=self._drafters[draft], controller=Fixed(gamma))
@@ -108,7 +106,6 @@ class Loading:
 
 
 def _dtypes(model: Any) -> str:
-    """Return the name of a model's dtype, and that of its encoder if it is another one."""
     own = encoder_dtype(model)
     name = f"{model.dtype} with an encoder in {own}" if own else str(model.dtype)
     return name.replace("torch.", "")

@@ -58,7 +58,6 @@ class Run:
 
     @property
     def end(self) -> float:
-        """The end of the last call, in milliseconds."""
         return self.calls[-1][1]
 
 
@@ -89,7 +88,6 @@ def timeline(subject: Subject, draft: str, repetitions: int, say: Callable[[str]
 
 
 def _middle(runs: Sequence[Run]) -> Run:
-    """Return the run nearest to the median time."""
     middle = median(run.end for run in runs)
     return min(runs, key=lambda run: abs(run.end - middle))
 
@@ -109,5 +107,4 @@ def _run(decoder: Decoder, request: Request) -> Run:
 
 
 def round_ms(seconds: float) -> float:
-    """Return seconds as milliseconds, rounded to three decimal places."""
     return round(1000 * seconds, 3)

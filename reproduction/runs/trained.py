@@ -33,7 +33,6 @@ class Trained:
         return blockwise(subject, ParallelHeads.load(frozen), (base, ParallelHeads.load(tuned / HEADS)))
 
     def early_exits(self, subject: Subject, found: dict[str, Any]) -> list[Method]:
-        """Return CALM at the thresholds that `calibrate` found."""
         return early_exits(subject, self._leaving(), found["thresholds"])
 
     def calibrate(self, subject: Subject, first: int, texts: int, say: Callable[[str], Any]) -> dict[str, Any]:

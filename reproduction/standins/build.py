@@ -92,7 +92,6 @@ Say = Callable[[str], object]
 
 
 def complete(folder: Path, recipe: Recipe) -> bool:
-    """Whether all models of a family exist."""
     return all((folder / name / "config.json").exists() for name in ("target", *recipe.drafts))
 
 
@@ -118,7 +117,6 @@ class Family:
     say: Say
 
     def claim(self) -> None:
-        """Write down in the folder which pairs its models learn from. Raises ValueError if it has models of others."""
         about = json_text({"pairs": len(self.pairs.train), "sha256": self.pairs.digest()})
         file = self.work / "pairs.json"
         known = file.read_text() if file.exists() else ""
@@ -131,7 +129,6 @@ class Family:
         file.write_text(about)
 
     def make(self) -> None:
-        """Train the target and the drafts that are missing."""
         if not self._has("target"):
             standins.save(self._target(), self.tokenizer, self.folder / "target")
         for name, (size, plan) in self.recipe.drafts.items():
@@ -143,12 +140,10 @@ class Family:
 
     @property
     def work(self) -> Path:
-        """The folder of trainings and answers."""
         return self.folder / "training"
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of all models."""
         saved = self.work / "tokenizer"
         if not saved.exists():
             standins.new_tokenizer(self.pairs.texts(), self.recipe.vocab).save_pretrained(saved)
@@ -161,7 +156,6 @@ class Family:
 
     @cached_property
     def _examples(self) -> list[Example]:
-        """The pairs to learn from, as tokens."""
         sources, targets = (self._encoded(texts) for texts in zip(*self.pairs.train, strict=True))
         return [Example(source, target) for source, target in zip(sources, targets, strict=True)]
 

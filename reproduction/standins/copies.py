@@ -59,7 +59,6 @@ class Copies:
 
     @property
     def frozen_heads(self) -> Path:
-        """The folder of parallel heads on the frozen target."""
         folder = self.folder / "blockwise-frozen"
         if not (folder / FILE).is_file():
             settings, text = self.lessons.frozen, self._text.numpy()
@@ -73,7 +72,6 @@ class Copies:
 
     @property
     def exits(self) -> Path:
-        """The folder of a target trained to exit after any layer."""
         return tuning.exits(self.folder / "exits", self._teaching, self.lessons.exits)
 
     def editing(self, pairs: Pairs) -> dict[str, Path]:
@@ -100,7 +98,6 @@ class Copies:
 
     @cached_property
     def _text(self) -> Tensor:
-        """The training text of the embedded pair, as token ids (n,)."""
         ids = self._tokenizer(list(writing.texts()), verbose=False)["input_ids"]
         return torch.tensor([token for text in ids for token in text])
 

@@ -30,7 +30,6 @@ class Pairs:
     held_out: tuple[tuple[str, str], ...]
 
     def texts(self) -> list[str]:
-        """Return all training texts, of both sides."""
         return [text for pair in self.train for text in pair]
 
     def digest(self) -> str:
@@ -38,7 +37,6 @@ class Pairs:
         return sha256("\0".join(text for pair in self.train for text in pair).encode()).hexdigest()
 
     def first(self, most: int | None) -> Pairs:
-        """Return the pairs with only the first `most` for training; None: all."""
         return replace(self, train=self.train[:most])
 
 
@@ -91,7 +89,6 @@ def crossed(texts: Sequence[str], count: int, seed: int = 0) -> list[str]:
 
 
 def _inner(words: Sequence[str]) -> range:
-    """Return the places where a text can be cut with something left on both sides."""
     return range(2, len(words) - 2)
 
 
@@ -109,7 +106,6 @@ def _aligned(place: str, part: str, source: str, target: str) -> tuple[tuple[str
 
 
 def _column(dataset: str, field: str, most: int | None = None) -> list[str]:
-    """Return a field of a dataset as texts."""
     return [str(text).strip() for _, text in islice(read([dataset], field), most)]
 
 

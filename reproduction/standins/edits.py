@@ -106,7 +106,6 @@ def _mistaken(text: str, rng: random.Random) -> str:
 
 
 def prompt(source: str) -> str:
-    """Return the prompt for a broken function."""
     return f"{OPENING}{source}{CLOSING}"
 
 
@@ -128,7 +127,6 @@ class Editing:
 
     @staticmethod
     def of(known: Sequence[tuple[str, str]], tokenizer: Any) -> Editing:
-        """Create the training data from pairs of prompts and answers."""
         prompts, answers = zip(*known, strict=True)
         eos = [tokenizer.eos_token_id]
         return Editing(

@@ -23,8 +23,6 @@ DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a T5-type model."""
-
     width: int
     heads: int
     head: int  # units of a head
@@ -105,7 +103,6 @@ def grown(model: T5ForConditionalGeneration, inner: int, seed: int = 0) -> T5For
 
 
 def parameters(model: nn.Module) -> int:
-    """Return the number of parameters, shared ones counted once."""
     return sum(weight.numel() for weight in model.parameters())
 
 

@@ -18,7 +18,6 @@ LONGEST = 1000  # characters of a prompt: a few hundred tokens
 
 
 def library() -> Path:
-    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

@@ -132,7 +132,6 @@ class Batches:
         self._batches: list[list[int]] = []
 
     def at(self, step: int) -> list[Example]:
-        """Return the batch of a step, counted from 0."""
         size, count = self.size, len(self.examples)
         epoch, place = divmod(step, max(1, count // size))
         if epoch != self._epoch:
@@ -189,19 +188,16 @@ def _answers(
 
 
 def _factor(step: int, steps: int, plan: Plan) -> float:
-    """Return the factor on the learning rate: a linear warm-up times half a cosine that falls to `last`."""
     falling = 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * step / steps)).item()
     return min(1.0, (step + 1) / plan.warm) * (plan.last + (1 - plan.last) * falling)
 
 
 def padded(texts: Sequence[Sequence[int]], value: int) -> Tensor:
-    """Return texts as a tensor (rows, longest), padded with `value`."""
     width = max(map(len, texts))
     return torch.tensor([[*text, *[value] * (width - len(text))] for text in texts])
 
 
 def padded_laws(laws: Sequence[Tensor], width: int) -> Tensor:
-    """Return laws as a tensor (rows, width, SOFT), padded with zeros."""
     return torch.stack([functional.pad(law, (0, 0, 0, width - len(law))) for law in laws])
 
 

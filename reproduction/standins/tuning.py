@@ -67,7 +67,6 @@ def tune(module: nn.Module, loss_of: Loss, lesson: Lesson, file: Path, said: tup
 
 
 def _factor(step: int, used: float) -> float:
-    """Return the factor on the learning rate: a short warm-up, then 1, then a linear decay to zero."""
     return min(1.0, used / 0.1 + 0.05, (1.0 - used) / 0.7)
 
 
@@ -120,7 +119,6 @@ def weighted_loss(p: Tensor, logits: Sequence[Tensor]) -> Tensor:
 
 
 def _against(p: Tensor, logits: Tensor) -> Tensor:
-    """Return the cross entropy of logits against a law p, as a mean over positions."""
     return functional.cross_entropy(logits.float().flatten(0, -2), p.flatten(0, -2))
 
 
