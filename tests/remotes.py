@@ -23,7 +23,6 @@ IDS = 2**31
 
 
 def over_the_wire(frame: Frame) -> Frame:
-    """The frame, after it was bytes."""
     data = encode(frame)
     return decode_body(*decode_head(data[: HEAD.size])[:2], data[HEAD.size :])
 
@@ -38,7 +37,6 @@ class Here:
         self.opened = list[OpenRow]()
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """See `DraftConnection`."""
         self.tell(generation, frames[:-1])
         asks, ahead = read_ask(over_the_wire(frames[-1]), IDS)
         served = self.rows.commit(1, asks, ahead)
@@ -49,7 +47,6 @@ class Here:
         return answer
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """See `DraftConnection`."""
         for frame in map(over_the_wire, frames):
             if frame.kind == FrameType.OPEN:
                 self.opened.append(OpenRow.read(frame, IDS))
@@ -58,7 +55,7 @@ class Here:
                 self.rows.close(1, frame.number("row"))
 
     def strike(self) -> None:
-        """See `DraftConnection`."""
+        pass
 
 
 Policy = Callable[[list[int], AskRow], Sequence[int] | DraftRow | None]
@@ -74,7 +71,6 @@ class Liar:
     texts: dict[int, list[int]] = field(default_factory=dict)
 
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
-        """See `DraftConnection`."""
         self.tell(generation, frames[:-1])
         sent = list[DraftRow]()
         for ask in read_ask(frames[-1], IDS)[0]:
@@ -86,13 +82,12 @@ class Liar:
         return over_the_wire(draft_frame(sequence, sent))
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """See `DraftConnection`."""
         for frame in frames:
             if frame.kind == FrameType.OPEN:
                 self.texts[frame.number("row")] = list(OpenRow.read(frame, IDS).text)
 
     def strike(self) -> None:
-        """See `DraftConnection`."""
+        pass
 
 
 # ---- over sockets -----------------------------------------------------------------------------------------------
@@ -214,13 +209,11 @@ class Wire:
 
 
 def changed(data: bytes, change: Callable[[Frame], Frame]) -> bytes:
-    """An answer with other contents."""
     frame = decode_body(*decode_head(data[: HEAD.size])[:2], data[HEAD.size :])
     return encode(change(frame))
 
 
 def with_array(frame: Frame, place: int, values: Any) -> Frame:
-    """The frame with another array."""
     arrays = list(frame.arrays)
     arrays[place] = values(arrays[place].copy())
     return replace(frame, arrays=arrays)

@@ -50,7 +50,6 @@ Found = list[tuple[tuple[int, ...], float]]
 
 
 def by_transformers(model: PreTrainedModel, request: Request) -> Found:
-    """Hypotheses and scores of one prompt alone."""
     beams, eos, sampler = request.beams, sorted(request.eos), request.sampler
     assert beams is not None and isinstance(sampler, Sampling)
     begin = torch.tensor([request.prompt])
@@ -119,8 +118,6 @@ def reference(name: str, beams: Beams, count: int = 16, **settings: Any) -> list
 
 
 class Wrong:
-    """A drafter that proposes nonsense."""
-
     traits = Traits(by_text=True)
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:

@@ -197,7 +197,6 @@ def test_the_law_is_exact_when_gamma_adapts(pair: str, rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
 def test_the_law_is_exact_where_one_row_of_a_batch_drafts_now_and_then(rule: Rule) -> None:
-    """By enumeration of a row beside another."""
     target, small = PAIRS["generic"]
     drafted = set[bool]()
     known = on_the_edge()

@@ -216,7 +216,6 @@ def dense(law: Law) -> Tensor:
 
 
 def always_accept(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
-    """Believes the draft."""
     verdict = token(p, draft, draw)
     all_of_them = torch.tensor(draft.lengths)
     return Verdict(all_of_them, p.at(all_of_them), verdict.beta)

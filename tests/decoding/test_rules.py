@@ -42,7 +42,6 @@ def law(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], coun
 
 
 def distance(pair: str, verifier: Verifier, make: Make, gammas: tuple[int, ...], count: int = 2) -> float:
-    """Total variation of the first tokens from the target's law."""
     return tv(law(pair, verifier, make, gammas, count), plain_law(PAIRS[pair][0], PROMPT, count))
 
 

@@ -112,7 +112,6 @@ def test_trees_serve_greedy_beside_sampled_rows() -> None:
     "rule", [TOKEN, BLOCK, *(pytest.param(each, marks=pytest.mark.slow) for each in (MATCH, COUPLED))]
 )
 def test_the_law_of_a_sampled_row_beside_a_greedy_one_is_the_target_s(rule: Rule) -> None:
-    """By enumeration of everything that a batch of both can draw."""
     greedy, sampled = request([0, 1], 3, GREEDY, key=1), request([0, 2], 2, key=2, rule=rule)
 
     def run(rng: Rng) -> tuple[int, ...]:
@@ -266,8 +265,6 @@ def test_one_scheduler_at_a_time_and_impossible_requests() -> None:
 
 
 class Counting(TableScorer):
-    """A table that notes how many tokens of prompts each call reads."""
-
     def __init__(self) -> None:
         super().__init__(dirichlet_table(1), 3)
         self.read: list[int] = []

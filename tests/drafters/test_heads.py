@@ -42,7 +42,6 @@ def target_of(family: str = "llama", **changes: Any) -> CausalScorer:
 
 
 def some_heads(heads: int = 3, pending: bool = True, width: int = WIDTH, seed: int = 1) -> ParallelHeads:
-    """Random heads that differ from each other and from the target."""
     torch.manual_seed(seed)
     made = ParallelHeads(Sizes(heads, width, 16, pending))
     torch.nn.init.normal_(made.down, std=0.5)

@@ -109,7 +109,6 @@ class Reference:
         )
 
     def law(self, text: Sequence[int]) -> Sequence[float]:
-        """p(. | text), a text from its start."""
         law: Sequence[float] = [1 / self.vocab] * self.vocab
         known = (self.vocab, *text)
         for size in range(self.order):

@@ -134,8 +134,6 @@ def test_a_draft_may_differ_by_padding_only() -> None:
 
 
 class Words:
-    """A tokenizer, as far as vocabularies go."""
-
     def __init__(self, words: list[str]) -> None:
         self._words = words
 

@@ -12,7 +12,6 @@ from toys import scorer
 
 
 def even(name: str) -> Engine:
-    """An engine without any preference."""
     tokenizer, size = tongue(name), len(tongue(name))
     decoder = Decoder(scorer(lambda prefix: [1 / size] * size, "even", size), NoDraft(), controller=Fixed(0))
     return Engine(decoder, tokenizer, frozenset([tokenizer.eos_token_id]))

@@ -46,8 +46,6 @@ def run(model: LlamaForCausalLM, cache: Any, **inputs: Any) -> Any:
 
 
 class New(LlamaForCausalLM):
-    """A Llama with the new names."""
-
     def forward(
         self,
         input_ids: Any,
@@ -68,8 +66,6 @@ class New(LlamaForCausalLM):
 
 
 class Old(LlamaForCausalLM):
-    """A Llama with the old names."""
-
     def forward(
         self,
         input_ids: Any,

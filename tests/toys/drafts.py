@@ -29,8 +29,6 @@ from toys.texts import SAMPLE, Cycle, ragged, request
 
 @dataclass(frozen=True)
 class Altered:
-    """A drafter that changes the drafts of another one."""
-
     inner: Drafter
     change: Callable[[Draft], Draft]
 
@@ -63,12 +61,10 @@ class Checked:
 
 
 def propose(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> Draft:
-    """One draft for some rows."""
     return drafter.propose(Context(tuple(rows), draw), gammas)
 
 
 def drafted(drafter: Drafter, rows: Sequence[Row], gammas: Sequence[int]) -> list[list[int]]:
-    """The drafted tokens of each row, without padding."""
     draft = propose(drafter, rows, gammas)
     return [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
 

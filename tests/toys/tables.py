@@ -70,7 +70,6 @@ PAIRS: dict[str, tuple[Table, Table]] = {
 
 
 def scorer(table: Table, name: str = "table", vocab: int = VOCAB, context: int | None = None) -> TableScorer:
-    """A fresh scorer of a table."""
     return TableScorer(table, vocab, name, context)
 
 

@@ -17,7 +17,6 @@ GREEDY = Sampling()
 
 
 def request(prompt: Sequence[int], count: int, sampler: Sampler = SAMPLE, **kwargs: Any) -> Request:
-    """A request in one line."""
     return Request(tuple(prompt), sampler, count, **kwargs)
 
 
@@ -36,7 +35,6 @@ def ragged(sampler: Any = GREEDY, count: int = 12) -> list[Any]:
 
 
 def row(text: Sequence[int], prompt_length: int | None = None, sampler: Sampler = SAMPLE, index: int = 0) -> Row:
-    """A row that has reached `text`."""
     prompt = text[: len(text) if prompt_length is None else prompt_length]
     return Row(request(prompt, 100, sampler, key=index), index, list(text))
 
@@ -55,7 +53,6 @@ class Cycle:
         return 0
 
     def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
-        """The gamma of that place, for every row."""
         return [self.sequence[state % len(self.sequence)]] * len(rows)
 
     def update(self, state: int, round: Round) -> int:

@@ -64,8 +64,6 @@ Wrap = Callable[[Drafter], Drafter]
 
 @dataclass(frozen=True)
 class Case:
-    """What is enumerated."""
-
     method: str
     toys: str = "one missing"
     tables: tuple[Table, Table] = TABLES["generic"]
@@ -309,8 +307,6 @@ def _first(law: Law, key: Any) -> Tensor:
 
 
 class Counting:
-    """A scorer that counts the tokens it is fed."""
-
     def __init__(self, inner: Scorer) -> None:
         self.inner, self.fed = inner, 0
 

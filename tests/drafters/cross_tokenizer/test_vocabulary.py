@@ -125,8 +125,6 @@ def test_nothing_in_common_is_refused() -> None:
 
 
 class Counting:
-    """A vocabulary that counts the characters it encodes."""
-
     def __init__(self, name: str) -> None:
         self.inner, self.characters = vocabulary(name), 0
 

@@ -58,7 +58,6 @@ def requests(sampler: Sampling, count: int = 3) -> list[Any]:
 
 
 def bounded(work: Callable[[], list[Row]]) -> list[Row]:
-    """What it returns, if it returns in time."""
     found = list[Row]()
     thread = threading.Thread(target=lambda: found.extend(work()), daemon=True)
     thread.start()
@@ -289,7 +288,6 @@ def test_control_a_law_that_is_whole_is_used() -> None:
 
 
 def refusal(port: int, vocab: int = VOCAB, **settings: Any) -> str:
-    """What a client is told that cannot use a server."""
     connection = DraftConnection(Settings("127.0.0.1", port, quiet=1.0, **settings), VocabularySketch(vocab))
     try:
         with pytest.raises(Refused) as error:
@@ -465,8 +463,6 @@ def test_the_server_survives_what_clients_send() -> None:
 
 @dataclass
 class Broken:
-    """A drafter that fails at times."""
-
     inner: ModelDrafter
     calls: int = 0
 

@@ -259,7 +259,6 @@ def test_a_sampled_continuation_does_not_depend_on_the_cache() -> None:
 
 
 def allowed(row: int, text: Tensor) -> list[int]:
-    """Other tokens for every row, which depend on the text."""
     return [1 + (int(text[-1]) * 7 + 10 * row + i) % (HF_VOCAB - 1) for i in range(6)]
 
 

@@ -134,8 +134,6 @@ def test_lengths_and_times_end_all_rows() -> None:
 
 
 class Recording(StoppingCriteria):
-    """Ends row r at its own length, and remembers what it was shown."""
-
     def __init__(self, ends: list[int]) -> None:
         self.ends = torch.tensor(ends)
         self.shown: list[tuple[list[int], list[Tensor] | None]] = []
@@ -255,8 +253,6 @@ def test_models_on_other_devices_see_the_same_laws() -> None:
 
 
 class Puts(BaseStreamer):
-    """Remembers what is put, and may fail."""
-
     def __init__(self, fails_after: int = 99) -> None:
         self.puts: list[Any] = []
         self.fails_after = fails_after
