@@ -15,7 +15,7 @@ import torch
 
 from slipstream.core.draws import draw_coupled
 from slipstream.core.protocols import Drafter
-from slipstream.core.request import Request, Row
+from slipstream.core.request import Request
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
@@ -25,7 +25,7 @@ from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings, 
 from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
 from slipstream.models.causal import CausalScorer
-from toys.drafts import Altered, drafted, flat, law_distance, propose
+from toys.drafts import Altered, drafted, flat, law_distance
 from toys.enumeration import EXACT, WRONG
 from toys.families import FAMILIES, HF_VOCAB, tiny
 from toys.tables import PAIRS, VOCAB, dirichlet_table, scorer
@@ -87,21 +87,6 @@ def test_the_draft_grows_with_the_match_and_ends_with_its_evidence() -> None:
         store = Datastore(WORDS, corpus, settings=DatastoreSettings(own=False, **settings))
         assert drafted(store, [row(text)], [9]) == [want]
     assert drafted(Datastore(WORDS, corpus, settings=ALONE), [row([1, 2])], [2]) == [[3, 4]]  # gamma
-
-
-def test_a_ragged_draft_is_a_padded_point_mass() -> None:
-    store = Datastore(WORDS, Corpus.build([[5, 6, 7, 8, 9]], WORDS), settings=ALONE)
-    draft = propose(store, [row([5, 6]), row([1]), row([8])], [3, 3, 0])
-    assert draft.lengths == (3, 0, 0) and draft.tokens.tolist() == [[7, 8, 9], [0, 0, 0], [0, 0, 0]]
-    assert draft.law is not None and draft.law.tokens is draft.tokens
-    empty = propose(store, [row([1]), row([2])], [3, 3])
-    assert empty.law is None and empty.tokens.shape == (2, 0)
-
-
-def test_nothing_is_copied_behind_the_end_of_a_text() -> None:
-    store = Datastore(WORDS, Corpus.build([[1, 2, 9, 3, 4]], WORDS), settings=replace(ALONE, factor=9))
-    for eos, want in (({9}, [9]), ({3}, [9, 3]), (set(), [9, 3, 4])):
-        assert drafted(store, [Row(request([1, 2], 9, eos=frozenset(eos)), 0, [1, 2])], [5]) == [want]
 
 
 def test_a_text_that_was_cut_is_read_anew() -> None:
