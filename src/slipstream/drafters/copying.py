@@ -29,7 +29,6 @@ class CopyingDrafter(Drafter, Generic[T]):
         self.known: WeakKeyDictionary[Row, T] = WeakKeyDictionary()  # weak, since streams are closed with rows in them
 
     def begin(self, row: Row) -> T:
-        """Return what is known of a new row."""
         raise NotImplementedError
 
     def copy(self, row: Row, gamma: int) -> list[int]:
@@ -37,7 +36,6 @@ class CopyingDrafter(Drafter, Generic[T]):
         raise NotImplementedError
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Draft up to `gammas[r]` copied tokens per row, (rows, longest), none if nothing matches."""
         known = WeakKeyDictionary[Row, T]()
         for row in context.rows:
             known[row] = self.known[row] if row in self.known else self.begin(row)

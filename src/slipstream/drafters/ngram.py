@@ -40,7 +40,6 @@ class Ngram:
 
     @property
     def facts(self) -> str:
-        """What the model holds, in words."""
         return self.model.facts
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
@@ -58,7 +57,6 @@ class Ngram:
         return sample_chain(context, law_after, gammas, torch.device("cpu"))
 
     def observe(self, round: Round) -> None:
-        """Count the emitted tokens, if `online`."""
         if self.online is not None:
             for row, new in zip(round.rows, round.tokens, strict=True):
                 self.online.add(row.tokens, len(new))

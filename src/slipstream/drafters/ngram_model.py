@@ -81,7 +81,6 @@ class NgramModel:
 
     @property
     def order(self) -> int:
-        """The number of tokens in the longest n-grams."""
         return 1 + len(self.tables)
 
     @property
@@ -90,12 +89,10 @@ class NgramModel:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of n-grams, from order 1 on."""
         return [self.vocab, *(len(table.tokens) for table in self.tables)]
 
     @property
     def facts(self) -> str:
-        """What the model holds, in words."""
         grams = ", ".join(f"{count} of order {n}" for n, count in enumerate(self.sizes, 1))
         return f"order {self.order}, {self.vocab} token ids; n-grams: {grams}"
 

@@ -102,7 +102,6 @@ class Program:
         return outputs
 
     def _symbols(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the sizes that vary, by name."""
         if len(tensors) != len(self._recording.inputs):
             raise ValueError(f"{len(tensors)} inputs do not fit the program, which has {len(self._recording.inputs)}")
         found: list[int] = [-1] * len(self._recording.names)

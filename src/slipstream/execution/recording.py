@@ -111,7 +111,6 @@ class OperatorCall:
 
     @property
     def inputs(self) -> list[Operand]:
-        """The arrays that it reads."""
         return [leaf for leaf in tree_leaves(self.arguments, is_leaf=is_array) if isinstance(leaf, Array)]
 
 
@@ -119,7 +118,6 @@ Step = Instruction | OperatorCall
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of arguments is an array."""
     return isinstance(leaf, Array)
 
 
@@ -225,7 +223,6 @@ class Recorder(TorchDispatchMode):
         numbers: Sequence[int] = (),
         sizes: Sequence[int] = (),
     ) -> None:
-        """Append an instruction."""
         arrays = [self.array(each) for each in outputs]
         self._append(Instruction(code, arrays, list(inputs), list(numbers), list(sizes)))
 

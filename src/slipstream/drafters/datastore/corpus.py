@@ -99,7 +99,6 @@ class Corpus:
 
     @property
     def facts(self) -> str:
-        """What the corpus holds, in words."""
         return f"{self.documents} documents, {len(self) - self.documents} tokens"
 
     def match(self, context: Sequence[int], count: int) -> Match:

@@ -93,7 +93,6 @@ class Datastore(CopyingDrafter[Trace]):
 
     @property
     def facts(self) -> str:
-        """What the folder holds, in words."""
         held = [f"corpus: {self.corpus.facts}"] if self.corpus else []
         totals = read_totals(self.memory.path) if self.memory else []
         held += [f"memory of {each.namespace}: {each.entries} responses, {each.bytes} bytes" for each in totals]

@@ -43,7 +43,6 @@ class VectorIndex:
         self._count = count
 
     def keep(self, names: Array) -> None:
-        """Drop all vectors except those of these numbers."""
         stay = np.flatnonzero(np.isin(self._names[: self._count], names))
         self._names, self._vectors, self._count = self._names[stay], self._vectors[stay], len(stay)
 

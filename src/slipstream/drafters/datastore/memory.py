@@ -60,8 +60,6 @@ class NamespaceLimits:
 
 @dataclass(frozen=True)
 class Totals:
-    """The size of a namespace: its entries and their bytes."""
-
     namespace: str
     entries: int
     bytes: int
