@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -98,15 +98,13 @@ class Shelf:
         self._cache.touch(path)
 
     def _path(self, text: Sequence[int], salt: str) -> list[_Block]:
-        return list(self._walk(text, self._roots[salt])) if salt in self._roots else []
-
-    def _walk(self, text: Sequence[int], block: _Block) -> Iterator[_Block]:
-        size = self._cache.block
+        path, block, size = list[_Block](), self._roots.get(salt), self._cache.block
         for start in range(0, len(text) - size + 1, size):
-            following = block.following.get(tuple(text[start : start + size]))
-            if following is None:
-                return
-            yield (block := following)
+            block = block and block.following.get(tuple(text[start : start + size]))
+            if block is None:
+                break
+            path.append(block)
+        return path
 
     def _root(self, salt: str) -> _Block:
         """Return the root of a salt's texts; making a new one drops salts without blocks."""

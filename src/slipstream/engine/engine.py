@@ -126,7 +126,12 @@ class Engine:
         if job.options.beams is not None:
             if on_round is not None:
                 raise ValueError("on_round is not called with num_beams, which has no such rounds: leave it out.")
-            return _searched(BeamTexts(job), on_completion)
+            texts = BeamTexts(job)
+            try:
+                texts.play(on_completion)
+            except KeyboardInterrupt:
+                raise Interrupted(texts.completions) from None
+            return texts.completions
         with Scheduler(job.decoder) as scheduler:
             job.begin(scheduler)
             try:
@@ -362,14 +367,6 @@ class Engine:
         if call.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
         return decoder if call.gamma is None else replace(decoder, controller=controller(call.gamma))
-
-
-def _searched(texts: BeamTexts, on_completion: Callable[[int, Completion], object] | None) -> list[Completion]:
-    try:
-        texts.play(on_completion)
-    except KeyboardInterrupt:
-        raise Interrupted(texts.completions) from None
-    return texts.completions
 
 
 def _streamable(job: Job) -> Job:

@@ -169,7 +169,8 @@ class Explanation:
     def _line(self, number: int, line: RoundLine) -> None:
         text = Text()
         for span in line.spans:
-            text.append_text(self._painted(_visible(span.text), span.kind))
+            spaced = re.sub(r"^ +$| {2,}", lambda run: "·" * len(run.group()), span.text)
+            text.append_text(self._painted(spaced.translate(_VISIBLE), span.kind))
         self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
 
     def _whole(self, story: Story, prompt: str) -> None:
@@ -289,7 +290,3 @@ _VISIBLE = {**_CONTROLS, ord("\n"): "⏎", ord("\t"): "⇥"}
 def tame(text: str) -> str:
     """Replace characters that move the cursor or change the direction of text; line breaks and tabs stay."""
     return text.translate(_TAME)
-
-
-def _visible(text: str) -> str:
-    return re.sub(r"^ +$| {2,}", lambda run: "·" * len(run.group()), text).translate(_VISIBLE)

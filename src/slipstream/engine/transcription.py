@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -81,17 +82,14 @@ class Transcriber:
         return self.transcript(done, opened.seconds, timestamps)
 
     def transcript(self, done: Sequence[Completion], duration: float, timestamps: bool) -> Transcript:
-        length = self.speech.seconds
-        segments: list[Segment] = []
+        length, segments = self.speech.seconds, list[Segment]()
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         for number, completion in enumerate(done):
             window = (number * length, min((number + 1) * length, duration))
             if completion.error:
                 raise ValueError(f"the sound from {window[0]:g} s on cannot be transcribed: {completion.error}")
             if timestamps:
-                segments += self.speech.stamps.segments(completion.tokens, self._decode, window)
+                segments += self.speech.stamps.segments(list(completion.tokens), decode, window)
             else:
                 segments.append(Segment(*window, completion.text, completion.tokens))
         return Transcript(tuple(segments), duration)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -34,6 +34,9 @@ Running texts wait for that long; 256 tokens take little more than twice the tim
 """
 
 
+STOPPING = "the server is ending: it finishes what it has, and takes nothing new."
+FAILED = "the thread that runs the models has failed: the server has to be started again."
+
 REST = 1.0  # the seconds without work after which freed memory goes back to the system
 
 
@@ -201,9 +204,9 @@ class Worker:
     def check(self) -> None:
         """Raise Unavailable unless requests can be taken."""
         if self.failure is not None:
-            raise self._unavailable("the thread that runs the models has failed: the server has to be started again.")
+            raise self._unavailable(FAILED)
         if self._draining:
-            raise self._unavailable("the server is ending: it finishes what it has, and takes nothing new.")
+            raise self._unavailable(STOPPING)
         if not self.ready:
             raise self._unavailable("the server is starting: the models are not ready yet.")
 
@@ -261,20 +264,20 @@ class Worker:
             self._scheduler = self._new_scheduler()  # warming up used schedulers of its own
             self.ready = True
             self._call(self.on_ready)
-            ranks = self._ranks()
+            target = self.engine.decoder.target
+            if isinstance(target, LiesOnRanks):  # a lost rank is noticed between requests
+                target.call_on_loss(self._wake.set)
             with self._scheduler:
                 while not self._ending:
                     self._wake.clear()  # before the step: what arrives while it runs wakes us again
-                    if ranks is not None:
-                        ranks.check()
+                    if isinstance(target, LiesOnRanks):
+                        target.check()
                     self._search()
                     self._play(self._scheduler.step())
                 for ticket in list(self._tickets.values()):
                     self.cancel(ticket)
                 self._play(self._scheduler.step())
-            self._drop_searches(
-                self._unavailable("the server is ending: it finishes what it has, and takes nothing new.")
-            )
+            self._drop_searches(self._unavailable(STOPPING))
         except BaseException as error:
             self._die(error)
 
@@ -293,14 +296,6 @@ class Worker:
     def _drop_searches(self, why: Unavailable) -> None:
         while self._searches:
             self._call(partial(self._searches.popleft().fail, why))
-
-    def _ranks(self) -> LiesOnRanks | None:
-        """Return the target if it is divided among processes, to notice their loss between requests; else None."""
-        target = self.engine.decoder.target
-        if not isinstance(target, LiesOnRanks):
-            return None
-        target.call_on_loss(self._wake.set)
-        return target
 
     def _play(self, round: Round | None) -> None:
         now = monotonic()
@@ -355,7 +350,7 @@ class Worker:
 
     def _die(self, error: BaseException) -> None:
         self.failure, self.ready = error, False
-        why = self._unavailable("the thread that runs the models has failed: the server has to be started again.")
+        why = self._unavailable(FAILED)
         self._drop_searches(why)
         left = list(self._tickets.values())
         self._tickets = {}
