@@ -178,7 +178,7 @@ def first_path_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Ve
     """Several paths whose best one is verified as if it had been the only one: with q in place of q*."""
     if draft.law is None:
         return GBV(p, draft, draw)
-    best = multipath.greatest_path(p, draft).nodes
+    best = multipath.greatest_path(p, draft)[0]
     along = torch.nn.functional.pad(best + 1, (1, 0))
     laws = (
         Law(probs=p.dense[torch.arange(p.rows)[:, None], along]),

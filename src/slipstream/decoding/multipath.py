@@ -36,29 +36,22 @@ def gbv(p: Law, draft: Draft, draw: Draw) -> Verdict:
         return match(p, draft, draw)
     paths = draft.paths
     assert paths is not None, "gbv verifies independent paths; `block` and `traversal` have other drafts"
-    best = greatest_path(p, draft)
+    nodes, q_star = greatest_path(p, draft)
     lengths = tuple(length // paths for length in draft.lengths)
-    chain = Draft(draft.tokens.gather(1, best.nodes), best.law, lengths)
-    along = torch.nn.functional.pad(best.nodes + 1, (1, 0))
+    chain = Draft(draft.tokens.gather(1, nodes), q_star, lengths)
+    along = torch.nn.functional.pad(nodes + 1, (1, 0))
     laws = Law(probs=_rows_at(p.dense, along))
     verdict = block(laws, chain, draw)
-    q = Law(probs=_rows_at(draft.law.dense, best.nodes))
-    return replace(verdict, beta=beta(laws, q), path=best.nodes)
+    q = Law(probs=_rows_at(draft.law.dense, nodes))
+    return replace(verdict, beta=beta(laws, q), path=nodes)
 
 
-@dataclass(frozen=True)
-class Greatest:
-    """The greatest of a draft's paths: its nodes (rows, depth) and the law q* of each of its tokens (rows, depth)."""
-
-    nodes: Tensor
-    law: Law
-
-
-def greatest_path(p: Law, draft: Draft) -> Greatest:
-    """Follow the greatest token at every node, from the root down -> that path, and its law q*.
+def greatest_path(p: Law, draft: Draft) -> tuple[Tensor, Law]:
+    """Follow the greatest token at every node, from the root down -> its nodes, and the law q* of each of its tokens.
 
     Paths with the same tokens so far have the same prefix; p and q of the first of them are used for all, so that their
-    next tokens are in one order. Shapes: p (rows, 1 + nodes, vocab), the draft's law (rows, nodes, vocab).
+    next tokens are in one order. Shapes: p (rows, 1 + nodes, vocab), the draft's law (rows, nodes, vocab); both results
+    are (rows, depth).
     """
     assert draft.law is not None and draft.paths is not None
     count, rows = draft.paths, torch.arange(p.rows, device=p.device)
@@ -76,7 +69,7 @@ def greatest_path(p: Law, draft: Draft) -> Greatest:
         place = order.place_of(token, place)
         nodes.append(start + path)
         position = nodes[-1] + 1
-    return Greatest(torch.stack(nodes, 1), Law(probs=torch.stack(laws, 1)))
+    return torch.stack(nodes, 1), Law(probs=torch.stack(laws, 1))
 
 
 @dataclass(frozen=True)
