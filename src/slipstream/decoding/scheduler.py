@@ -66,11 +66,11 @@ class Scheduler:
 
     Prompts are read in pieces of `prefill_chunk` tokens, one between two rounds (chunked prefill): running rows wait
     for one piece at most, which is up to `prefill_growth` times as long while that many prompts wait for each of them,
-    or none runs. Equal prompts are read once. With a `prefix_cache`, the target and the models that draft reuse the
-    states of prefixes that were read before. With `memory`, the bytes that the caches of both may take at the greatest
-    gamma, rows wait until there is room; if a running row cannot grow, the youngest of the lowest priority is
-    preempted: its tokens stay, and it is read again and continued when there is room. A row that does not fit even
-    alone ends like one that fills the target's context.
+    or none runs. Equal prompts are read once. With a `prefix_cache`, or the bytes of a new one, the target and the
+    models that draft reuse the states of prefixes that were read before. With `memory`, the bytes that the caches of
+    both may take at the greatest gamma, rows wait until there is room; if a running row cannot grow, the youngest of
+    the lowest priority is preempted: its tokens stay, and it is read again and continued when there is room. A row that
+    does not fit even alone ends like one that fills the target's context.
 
     In the target's cache the running rows come first, then the texts that are being read. While it `holds`, no row that
     waits gets a place: once it is `idle`, others may use the models between two steps. Raises RuntimeError if the
@@ -81,7 +81,7 @@ class Scheduler:
         self,
         decoder: Decoder,
         prefill_chunk: int = PREFILL_CHUNK,
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache: PrefixCache | int | None = None,
         memory: int | None = None,
         prefill_growth: int = 1,
     ) -> None:
@@ -99,6 +99,8 @@ class Scheduler:
         self._aborted: SimpleQueue[Row] = SimpleQueue()
         self._numbers, self._turns = count(), count()
         self._state = decoder.experience.begin(decoder.controller)
+        if isinstance(prefix_cache, int):
+            prefix_cache = PrefixCache(prefix_cache) if prefix_cache else None
         for store in decoder.stores:
             store.use_prefixes(prefix_cache)
 

@@ -12,7 +12,6 @@ from itertools import count
 from time import monotonic
 from typing import Protocol
 
-from slipstream.cache.prefixes import PrefixCache
 from slipstream.core.protocols import LiesOnRanks
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.stats import Stats
@@ -53,9 +52,6 @@ class Capacity:
     cache_bytes: int = 512 << 20
     memory: int | None = None
     prefill_chunk: int | None = None
-
-    def prefix_cache(self) -> PrefixCache | None:
-        return PrefixCache(self.cache_bytes) if self.cache_bytes else None
 
 
 class Listener(Protocol):
@@ -253,7 +249,7 @@ class Worker:
         chunk, growth = self.room.prefill_chunk or PREFILL_CHUNK, 1
         if self.room.prefill_chunk is None and decoder.target.device.type == "cpu":
             chunk, growth = CPU_CHUNK, CPU_GROWTH
-        return Scheduler(decoder, chunk, self.room.prefix_cache(), self.room.memory, growth)
+        return Scheduler(decoder, chunk, self.room.cache_bytes, self.room.memory, growth)
 
     def _run(self) -> None:
         try:

@@ -29,7 +29,7 @@ def run(
     engine, room, texts = recipe.engine(progress), recipe.room, list[tuple[BatchLine, list[Generation]]]()
     on_load(engine)
     left = iter(lines)
-    with Scheduler(engine.shared_decoder, prefix_cache=room.prefix_cache(), memory=room.memory) as scheduler:
+    with Scheduler(engine.shared_decoder, prefix_cache=room.cache_bytes, memory=room.memory) as scheduler:
         while True:
             while len(texts) < 2 * room.rows and (line := next(left, None)):
                 try:
