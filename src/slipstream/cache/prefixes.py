@@ -120,15 +120,12 @@ class Recalling(Protocol):
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Use this cache to store and find prefixes from now on; None: use none."""
-        ...
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
         """Fill an empty row with the longest stored prefix of a text -> the number of its tokens."""
-        ...
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
         """Store the prefix of a text that a row holds."""
-        ...
 
 
 class Forgetful:

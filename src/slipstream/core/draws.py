@@ -65,20 +65,16 @@ class Rng(Protocol):
     @property
     def coupled(self) -> bool:
         """Whether draws depend on seed, request and position alone: not on target or draft, purpose or round."""
-        ...
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         """Draw token ids (rows, positions) from a law over as many rows and positions."""
-        ...
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
         """Return the numbers in [0, 1) [rows][positions] with which `inverse` makes the same draws, for drafts that are
         drawn inside a graph; None if draws are not made by inversion."""
-        ...
 
     def select(self, places: Sequence[int]) -> Rng:
         """Return the `Rng` of the rows at these places in the batch."""
-        ...
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------

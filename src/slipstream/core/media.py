@@ -78,11 +78,9 @@ class ReadsMedia(Protocol):
     @property
     def modalities(self) -> frozenset[Modality]:
         """The kinds of media that the model reads besides text."""
-        ...
 
     def attach(self, row: int, media: Media) -> None:
         """Attach the media of its prompt to an empty row; the whole prompt must then be prefilled in one piece."""
-        ...
 
 
 def check_media(scorer: object, media: Media | None, prompt: Sequence[int], where: str) -> None:

@@ -38,70 +38,55 @@ class Scorer(Protocol):
     @property
     def name(self) -> str:
         """The model's name, for messages and statistics."""
-        ...
 
     @property
     def vocab(self) -> int:
         """The size of the logits, which may exceed the number of tokens that the tokenizer has."""
-        ...
 
     @property
     def context(self) -> int | None:
         """The longest text the model can hold; None if there is no limit."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device that takes the tokens and returns the logits."""
-        ...
 
     @property
     def source_form(self) -> SourceForm | None:
         """The form of the sources that the encoder reads; None for a model without an encoder."""
-        ...
 
     @property
     def lengths(self) -> list[int]:
         """The number of tokens in the cache, per row."""
-        ...
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         """Append empty rows, with the source of each if the model has an encoder."""
-        ...
 
     def fork(self, rows: Sequence[int]) -> None:
         """Append copies of these rows, in this order, with their sources; a row may be named several times."""
-        ...
 
     def free(self, rows: Sequence[int]) -> None:
         """Remove rows; the others keep their order."""
-        ...
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed `counts[r]` of tokens (rows, n) to the rows first .. first + rows -> logits (rows, n, vocab)."""
-        ...
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Append texts to the rows first .. first + len(texts) without computing logits."""
-        ...
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop everything after `lengths[r]` tokens of the first rows; rows after them stay as they are."""
-        ...
 
     def scrub(self) -> None:
         """Zero the cache entries of rolled-back tokens: NaN passes any mask, since 0 * NaN is NaN."""
-        ...
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move a tree's accepted tokens together, in the first rows: the entry at starts[r] + paths[r][i] goes to
         starts[r] + i."""
-        ...
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape, so that no bit of the logits depends on what is scored
         together; None runs each pass in the shape of its input, which is faster."""
-        ...
 
 
 @runtime_checkable
@@ -110,7 +95,6 @@ class TakesMemory(Scorer, Protocol):
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Return the bytes of a cache for texts of these lengths, with what is allocated ahead."""
-        ...
 
 
 @runtime_checkable
@@ -120,22 +104,18 @@ class HasModel(Scorer, Protocol):
     @property
     def model(self) -> Any:
         """The model; for an encoder-decoder, encoder and decoder together."""
-        ...
 
     @property
     def execution(self) -> Any:
         """The object that runs passes as graphs, whose hidden states cannot be read; None if passes run eagerly."""
-        ...
 
     @property
     def shares_rows(self) -> bool:
         """Whether `sharing_rows` is possible; it is not for models with recurrent states."""
-        ...
 
     def sharing_rows(self, model: Any, name: str) -> HasModel:
         """Return a Scorer that runs another model, made of this one's layers or of copies of them, over the same rows
         and cache. The tokens that it adds have to be rolled back before this Scorer is called again."""
-        ...
 
 
 @runtime_checkable
@@ -145,7 +125,6 @@ class SeesWindows(HasModel, Protocol):
     def seeing(self, window: int, sinks: int) -> HasModel:
         """Return a Scorer that runs the same model over the same rows, but attends only to the last `window` tokens of
         a text and its first `sinks`. The tokens that it adds have to be rolled back before this one is called again."""
-        ...
 
 
 @runtime_checkable
@@ -155,15 +134,12 @@ class LiesOnRanks(HasModel, Protocol):
     @property
     def ranks(self) -> int:
         """The number of processes."""
-        ...
 
     def check(self) -> None:
         """Raise ConnectionError if one of the processes is lost."""
-        ...
 
     def call_on_loss(self, function: Callable[[], object]) -> None:
         """Register a function that another thread calls as soon as a process is lost."""
-        ...
 
 
 class Drafter(Protocol):
@@ -171,7 +147,6 @@ class Drafter(Protocol):
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         """Draft at most `gammas[r]` tokens for each row."""
-        ...
 
     def observe(self, round: Round) -> None:
         """Take note of a round; called after every round, when the rows hold the emitted tokens. By default, do
@@ -212,7 +187,6 @@ class Controller(Protocol):
     @property
     def most(self) -> int:
         """The greatest gamma that it may ever choose."""
-        ...
 
     def init(self) -> Any:
         """Return the state before any round."""
@@ -220,7 +194,6 @@ class Controller(Protocol):
 
     def gammas(self, state: Any, rows: Sequence[Row]) -> Sequence[int]:
         """Return how many tokens to draft for each row of the next round; 0 is a plain step."""
-        ...
 
     def update(self, state: Any, round: Round) -> Any:
         """Return the state after a round. A controller may also `resume(state)`, the last state of an earlier call."""

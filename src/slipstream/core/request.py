@@ -47,14 +47,12 @@ class Sampler(Protocol):
     @property
     def greedy(self) -> bool:
         """Whether every law is a point mass, so that no token is drawn at random."""
-        ...
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """Return the law of logits (rows, positions, vocab); errors name the `model` that computed them.
 
         Raises RowFailure if some position has no law.
         """
-        ...
 
 
 @dataclass(frozen=True)

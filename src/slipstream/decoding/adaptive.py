@@ -204,7 +204,6 @@ class Adaptive:
         return replace(state, read=_without(read, ended), rows=_without(state.rows, ended))
 
     def _with_times(self, state: Learned, round: Round, drafting: Sequence[Row]) -> Learned:
-        """Return the state with the times of a round, and with what it lost or gained in the account."""
         kind, depth = RoundKind.of(round.rows), max(round.draft.depths)
         drafts = zip(round.rows, round.tokens, round.gammas, strict=True)
         unread = sum(len(row.tokens) - len(new) - state.read.get(row.index, 0) for row, new, gamma in drafts if gamma)

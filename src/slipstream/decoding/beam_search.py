@@ -121,7 +121,6 @@ class BeamSearch:
         self._end_if_over(length, bool(going))
 
     def _end_if_over(self, length: int, going: bool) -> None:
-        """End the search after a step of outputs of this length if nothing better can be found."""
         settings, full = self.settings, len(self.finished) == self.settings.num_beams
         if going and full:
             far = settings.early_stopping == "never" and settings.length_penalty > 0

@@ -38,11 +38,9 @@ class ModelProcessors(Protocol):
 
     def penalties(self, prompt_length: int, device: torch.device) -> Sequence[Processor]:
         """Return the processors that change single logits, for a row whose prompt has `prompt_length` tokens."""
-        ...
 
     def cuts(self, least: int) -> Sequence[Processor]:
         """Return the processors that shape the law of sampled texts, each of which leaves `least` tokens or more."""
-        ...
 
 
 class Suppress(LogitsProcessor):

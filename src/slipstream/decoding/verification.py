@@ -55,7 +55,6 @@ def verifier_of(row: Row, otherwise: Verifier) -> Verifier:
 
 
 def _verdict(verifier: Verifier, context: Context, p: Law, draft: Draft) -> Verdict:
-    """Return the verdict on all rows, each by its own rule; greedy and sampled rows are verified separately."""
     groups: dict[tuple[Verifier, bool], list[int]] = {}
     for place, row in enumerate(context.rows):
         groups.setdefault((verifier_of(row, verifier), row.request.sampler.greedy), []).append(place)

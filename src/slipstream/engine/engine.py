@@ -324,7 +324,6 @@ class Engine:
         )
 
     def _self_contained(self, call: Options, template: Request) -> Request:
-        """Return the request with its call's own rule and gamma, for a batch that other calls share."""
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         if call.beams is not None:

@@ -59,19 +59,15 @@ class Listener(Protocol):
 
     def on_round(self, round: Round, worker: Worker) -> None:
         """Called after every round."""
-        ...
 
     def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
         """Called when a request gets `count` tokens, before its times are updated."""
-        ...
 
     def on_end(self, ticket: Ticket, now: float) -> None:
         """Called when a request has ended."""
-        ...
 
     def on_search(self, search: Search, now: float) -> None:
         """Called when a beam search has ended, by its end or by an error."""
-        ...
 
 
 Delivery = tuple[int, list[Piece]] | Unavailable

@@ -199,7 +199,6 @@ class CapturedDrafts(DraftGraphs):
         return True
 
     def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
-        """See `DraftGraphs`; the numbers of slots are rounded up."""
         cross = room.cross and _widened_source(room.cross)
         return super()._inputs(wish, replace(room, end=_rounded(room.end, room.stores), cross=cross))
 

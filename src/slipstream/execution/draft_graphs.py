@@ -72,14 +72,12 @@ class Network(Protocol):
     @property
     def known(self) -> Tensor | None:
         """The ids (n,) of the tokens that it has logits for, in rising order; None for all."""
-        ...
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor | None]:
         """Run on tokens (rows, fed) and the states before them -> the logits (rows, n) after the last ones.
 
         The second result is the states (rows, 1, width) there, for a network that goes on from its own states.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -317,18 +315,15 @@ class DraftsInGraphs(Protocol):
     @property
     def draft_graphs(self) -> DraftGraphs | None:
         """The graphs that draft; None before `make_draft_graphs` is called."""
-        ...
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """Draft by graphs from now on, where possible: by one graph for chains of each of these sizes."""
-        ...
 
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
         """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
 
         None if that is not possible by graphs.
         """
-        ...
 
 
 def describe(kind: GraphKind) -> str:

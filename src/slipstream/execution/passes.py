@@ -134,7 +134,6 @@ class Execution(Protocol):
     @property
     def least(self) -> int:
         """The number of slots that a pass reads at least, even if fewer are in use."""
-        ...
 
     def run(
         self, work: Pass, stores: Stores, places: Places = (), watching: Watching | None = None, logits: bool = True
@@ -144,11 +143,9 @@ class Execution(Protocol):
         `watching` shows them, if there are any. Without `logits`, the pass only fills the cache. None if this pass has
         to run eagerly.
         """
-        ...
 
     def of(self, model: PreTrainedModel, name: str) -> Execution:
         """Return an execution of the same kind for another model over the same stores."""
-        ...
 
 
 # ---- compiled passes --------------------------------------------------------------------------------------------

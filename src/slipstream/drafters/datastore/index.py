@@ -16,7 +16,6 @@ class Embedder(Protocol):
     @property
     def name(self) -> str:
         """The name of the embedding; vectors of the same name may be compared."""
-        ...
 
     @property
     def dimension(self) -> int: ...

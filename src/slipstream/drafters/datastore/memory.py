@@ -140,7 +140,6 @@ class ResponseMemory:
         self._connection.close()
 
     def _open(self) -> sqlite3.Connection:
-        """Connect to the file, and check that it is a memory made with the same settings."""
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         try:
             connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -183,7 +182,6 @@ class ResponseMemory:
         self._changes += 1
 
     def _touch(self, run: Any, namespace: str) -> None:
-        """Mark the entries that were drafted from as the most recently used."""
         latest = "SELECT clock FROM totals WHERE namespace = ?"
         for entry in self._touched.pop(namespace, ()):
             run(f"UPDATE entries SET used = ({latest}) WHERE id = ? AND namespace = ?", namespace, entry, namespace)
@@ -206,7 +204,6 @@ class ResponseMemory:
         run(update, entries, size, namespace)
 
     def _read(self, namespace: str) -> _Loaded:
-        """Return the vectors of a namespace, updated with the additions and removals since they were read."""
         version = self._run("PRAGMA data_version")[0][0] + (self._changes << 32)
         loaded = self._loaded.pop(namespace, None) or _Loaded(VectorIndex(self.embed.dimension))
         self._loaded[namespace] = loaded

@@ -146,7 +146,6 @@ class RemoteDrafter(Drafter):
         return [_close(each) for each in gone.values() if each.connection]
 
     def _mode(self, context: Context, place: int, drawn: bool) -> DraftMode:
-        """Return the mode in which a row is drafted; `drawn`: there are random numbers to send for its tokens."""
         if context.rows[place].request.sampler.greedy:
             return DraftMode.GUESS
         if context.rng.select([place]).coupled:

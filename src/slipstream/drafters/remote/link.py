@@ -294,7 +294,6 @@ class _Task:
                 self.state.settle(frame)
 
     def _lost(self) -> bool:
-        """Record the loss of the connection, and end a waiting request -> whether there was a connection."""
         with self.state.lock:
             was, self.state.generation = bool(self.state.generation), 0
             self.state.settle(Missed(REFUSED if self.refusal else DISCONNECTED))
