@@ -213,10 +213,10 @@ def graphs(http: httpx.Client) -> dict[str, float]:
     return {origin: float(count) for origin, count in re.findall(series, http.get("/metrics").text)}
 
 
-@pytest.mark.slow
+@pytest.mark.gpu  # on CPUs nothing is compiled
 @pytest.mark.timeout(1800)
 def test_a_compiled_server_makes_no_graph_while_requests_wait() -> None:
-    with ServerProcess.start("--compile", within=1200) as server, server.http() as http:
+    with ServerProcess.start("--compile", "--device", "cuda", within=1200) as server, server.http() as http:
         ready = graphs(http)
         assert ready["compiled"]
         for fields in VARIED:

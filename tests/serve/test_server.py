@@ -291,7 +291,7 @@ def test_prompts_are_logged_where_that_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.slow  # the library's limit is tested in tests/engine
 def test_a_search_that_memory_cannot_hold_is_refused() -> None:
     searched = {"prompt": PROMPT, "n": 2, "best_of": 4, "use_beam_search": True}
-    with ServerProcess.start("--memory", "16M") as server, server.http() as http:
+    with ServerProcess.start("--memory", "4M") as server, server.http() as http:
         refused = http.post("/v1/completions", json={**searched, "max_tokens": 2000})
         assert refused.status_code == 400
         assert "num_beams=4 is not possible for prompt 0" in refused.json()["error"]["message"]

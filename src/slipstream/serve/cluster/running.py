@@ -34,6 +34,7 @@ class Cluster:
         Raises ValueError if the cluster cannot be reached or its replicas cannot load the models.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics unless the user enables them
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # a busy machine takes more than 5
         import ray
         from ray import serve
 
