@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import slipstream
-from slipstream.bench import PROMPTS
+from slipstream.bench.records import PROMPTS
 from slipstream.cache.stores import FloatStore, Int8Store, Store
 from slipstream.core.stats import Stats
 from slipstream.engine.engine import Engine

@@ -21,8 +21,9 @@ from cost_padded import PRESETS, difference, enlarge, say
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
-from slipstream.bench import COMPILED, PROMPTS, BenchSettings, line_up, measure
-from slipstream.bench.records import ASSISTED_AUTO, LOOKUP
+from slipstream.bench.contenders import line_up
+from slipstream.bench.race import measure
+from slipstream.bench.records import ASSISTED_AUTO, COMPILED, LOOKUP, PROMPTS, BenchSettings
 from slipstream.execution.graphs import GRAPHS
 from slipstream.models.loading.pairings import EMBEDDED
 

@@ -106,7 +106,7 @@ def prompts(model: Chat | Padded, models: Path, file: Path | None, limit: int) -
     """Return the token ids of the prompts: chats, spread over the file, or beginnings of programs for the pairs."""
     from transformers import AutoTokenizer
 
-    from slipstream.bench import PROMPTS
+    from slipstream.bench.records import PROMPTS
 
     tokenizer: Any = AutoTokenizer.from_pretrained(models / model.folder)
     if isinstance(model, Padded):

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from slipstream.bench import PROMPTS
+from slipstream.bench.records import PROMPTS
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import NoDraft
 from slipstream.decoding.sampling import Sampling

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, SETTINGS, SingleCommand, say
 from slipstream.cli.console import console
-from slipstream.cli.options import (
-    MODELS,
-    OUTPUT,
-    Device,
-    Dtype,
-    declared_option,
-    options_of,
-    with_options,
-)
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -26,75 +18,52 @@ if TYPE_CHECKING:
     from reproduction.pages.sheet import Sheet
 
 
-CORPORA = "Models and corpora"
 NAMES = "table1 to table5, figure1 to figure5, gamma (best, and an oracle's), iid, bleu, baselines, or all."
-
-
-def _option(panel: str | None, metavar: str | None, help: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
-
-
 What = Annotated[list[str], typer.Argument(metavar="NAME...", help=NAMES)]
-Standins = Annotated[
-    str | None, _option(CORPORA, "FOLDER", "Trained there if absent: stand-ins for T5 (hours), copies for baselines.")
-]
-Pairs = Annotated[
-    str | None,
-    _option(CORPORA, "FOLDER", "Aligned files as Multi30k's: *train*.en, *train*.de, *test*...; or dataset:NAME."),
-]
-Articles = Annotated[
-    str | None, _option(CORPORA, "FILE", 'News to summarize: a JSON list with "article"; or dataset:NAME.')
-]
-Texts = Annotated[list[str] | None, _option(CORPORA, "FILE", "More text for summaries. Repeatable.", "--texts")]
-Own = Annotated[
-    str | None, _option(CORPORA, "MODEL", "An encoder-decoder of your own instead of stand-ins: hub name or folder.")
-]
-Drafts = Annotated[
-    list[str] | None, _option(CORPORA, "MODEL", "Its drafts. Repeatable, the smallest first.", "--draft")
-]
-DraftDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"] | None,
-    _option(MODELS, "NAME", "Of the drafts' weights. Without: as the target's.", "--draft-dtype"),
-]
-Quick = Annotated[
-    bool, _option(None, None, "Tiny models and few texts: minutes instead of hours; labelled so.", "--quick")
-]
-Again = Annotated[bool, _option(None, None, "Measure again what the folder holds.", "--again")]
-Out = Annotated[str | None, _option(OUTPUT, "FOLDER", "Write JSON and plots there, and the page FOLDER.md beside it.")]
-Json = Annotated[bool, _option(OUTPUT, None, "The sheets as JSON, nothing else.", "--json")]
-
-
-Force = Annotated[bool, _option(OUTPUT, None, "Replace an existing file that is of another kind.", "--force")]
-Task = Annotated[str | None, declared_option("task")]
-Compile = Annotated[bool, declared_option("compile")]
-EncoderDtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, declared_option("encoder_dtype")]
-
+Inputs = opt.panel(
+    "Models and corpora",
+    standins=opt.own(
+        *(str | None, None, "Trained there if absent: stand-ins for T5 (hours), copies for baselines.", "FOLDER")
+    ),
+    pairs=opt.own(
+        *(str | None, None, "Aligned files as Multi30k's: *train*.en, *train*.de, *test*...; or dataset:NAME."),
+        metavar="FOLDER",
+    ),
+    articles=opt.own(
+        str | None, None, 'News to summarize: a JSON list with "article"; or dataset:NAME.', metavar="FILE"
+    ),
+    texts=opt.own(list[str] | None, None, "More text for summaries. Repeatable.", "FILE"),
+    target=opt.own(
+        *(str | None, None, "An encoder-decoder of your own instead of stand-ins: hub name or folder.", "MODEL")
+    ),
+    draft=opt.own(list[str] | None, None, "Its drafts. Repeatable, the smallest first.", "MODEL"),
+)
+Models = opt.panel(
+    "Models",
+    draft_dtype=opt.own(
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        *(None, "Of the drafts' weights. Without: as the target's.", "NAME"),
+    ),
+)
+Runs = opt.panel(
+    None,
+    quick=opt.own(bool, False, "Tiny models and few texts: minutes instead of hours; labelled so."),
+    again=opt.own(bool, False, "Measure again what the folder holds."),
+)
+Output = opt.panel(
+    "Output",
+    out=opt.own(str | None, None, "Write JSON and plots there, and the page FOLDER.md beside it.", "FOLDER"),
+    force=opt.own(bool, False, "Replace an existing file that is of another kind."),
+    as_json=opt.own(bool, False, "The sheets as JSON, nothing else.", flag="--json"),
+)
+LOADING = ("task", "compile", "dtype", "encoder_dtype", "device", "threads")
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command(cls=SingleCommand, context_settings=SETTINGS)
-@with_options(options_of(["threads"]))
-def reproduce(
-    what: What,
-    standins: Standins = None,
-    pairs: Pairs = None,
-    articles: Articles = None,
-    texts: Texts = None,
-    target: Own = None,
-    draft: Drafts = None,
-    task: Task = None,
-    compile: Compile = False,
-    dtype: Dtype = "float32",
-    encoder_dtype: EncoderDtype = None,
-    draft_dtype: DraftDtype = None,
-    device: Device = None,
-    quick: Quick = False,
-    again: Again = False,
-    out: Out = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
+@opt.with_options(Inputs, opt.options_of(LOADING, dtype="float32"), Models, Runs, Output)
+def reproduce(context: typer.Context, what: What) -> None:
     """Reproduce the paper's tables and figures (arXiv 2211.17192), and put the paper's numbers beside ours.
 
     table1 and figure1 to figure4 need nothing. With --out, what was measured is kept and used again.
@@ -105,16 +74,21 @@ def reproduce(
 
     Example: python -m reproduction all --standins build/standins --pairs multi30k --out reproduction/paper
     """
-    names = _names(what)
-    from reproduction.lab import FULL, QUICK, Inputs, Lab
+    names, params = _names(what), context.params
+    from reproduction import lab as labs
     from reproduction.runs.subjects import Loading
 
+    target, draft, standins = params["target"], params["draft"], params["standins"]
     if target and not draft:
         raise ValueError("--target needs its drafts: give --draft, once or more.")
     folder = Path(standins).expanduser() if standins else None
-    inputs = Inputs(folder, pairs, articles, tuple(texts or ()), target, tuple(draft or ()))
-    how = Loading(compile, device, dtype, encoder_dtype, draft_dtype, say, task)
-    lab = Lab(inputs, QUICK if quick else FULL, how, _folder(out, names, force), again, say)
+    texts, drafts = tuple(params["texts"] or ()), tuple(draft or ())
+    inputs = labs.Inputs(folder, params["pairs"], params["articles"], texts, target, drafts)
+    loading = ("compile", "device", "dtype", "encoder_dtype", "draft_dtype", "task")
+    how = Loading(**{name: params[name] for name in loading}, progress=say)
+    out = _folder(params["out"], names, params["force"])
+    lab = labs.Lab(inputs, labs.QUICK if params["quick"] else labs.FULL, how, out, params["again"], say)
+    as_json = params["as_json"]
     try:
         sheets = _made(names, lab, as_json)
     except KeyboardInterrupt:

@@ -9,8 +9,8 @@ import transformers
 import worker
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.bench import BenchTask
 from slipstream.bench.peers import assisted, assisted_auto, generate, lookup
+from slipstream.bench.records import BenchTask
 
 MODELS: dict[str, PreTrainedModel] = {}
 

@@ -10,10 +10,9 @@ from reproduction.runs.audit import Laws
 from reproduction.runs.methods import GAMMA, Method
 from reproduction.runs.quality import quality
 from reproduction.runs.subjects import Subject
-from slipstream.bench import PLAIN, BenchTask, Contender
 from slipstream.bench.contenders import ours
 from slipstream.bench.race import Repetition, result, timed
-from slipstream.bench.records import Output
+from slipstream.bench.records import PLAIN, BenchTask, Contender, Output
 from slipstream.core.stats import Stats
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import race

@@ -10,10 +10,10 @@ from typing import Any
 
 from reproduction.published import GAMMAS
 from reproduction.runs.subjects import Subject
-from slipstream.bench import PLAIN, SPECULATIVE, BenchReport, BenchSettings, BenchTask, Contender
 from slipstream.bench.contenders import ours, untouched
 from slipstream.bench.peers import generate
 from slipstream.bench.race import run_race
+from slipstream.bench.records import PLAIN, SPECULATIVE, BenchReport, BenchSettings, BenchTask, Contender
 from slipstream.core.protocols import HasModel
 from slipstream.core.request import Request
 from slipstream.core.round import Round

@@ -17,9 +17,22 @@ import typer
 from transformers import GenerationConfig, PreTrainedModel
 from typer.testing import Result
 
-from slipstream import Engine, bench, load
-from slipstream.bench import PLAIN, SPECULATIVE, BenchSettings, BenchTask, Contender, Output, Side, contenders, race
-from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, COMPILED, GENERATE, LOOKUP
+from slipstream import Engine, load
+from slipstream.bench import contenders, race, records
+from slipstream.bench.contenders import Side
+from slipstream.bench.records import (
+    ASSISTED,
+    ASSISTED_AUTO,
+    COMPILED,
+    GENERATE,
+    LOOKUP,
+    PLAIN,
+    SPECULATIVE,
+    BenchSettings,
+    BenchTask,
+    Contender,
+    Output,
+)
 from slipstream.cli import bench as command_room
 from slipstream.core.draws import Key, draw
 from slipstream.core.law import Law
@@ -32,8 +45,8 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import load as engine_room
 from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear
-from slipstream.measure import environment, timing
 from slipstream.measure import environment as machine
+from slipstream.measure import timing
 from slipstream.models.loading.load import load_scorer
 from terminal import run
 from toys import FAMILIES, HF_VOCAB, PAIRS, SEQ2SEQ, Clock, scorer, tiny
@@ -56,13 +69,11 @@ def pair(draft_seed: int = 1, **changes: Any) -> Engine:
 
 
 def models(engine: Engine) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Its target and its draft."""
-    target, draft = environment.scorers(engine.decoder)
+    target, draft = machine.scorers(engine.decoder)
     return target.model, draft.model  # type: ignore[attr-defined]
 
 
 def task(**changes: Any) -> BenchTask:
-    """A greedy task on the prompts of this file."""
     usual = BenchTask(tuple(map(tuple, PROMPTS)), 1, 0.0, 6, frozenset(), 0)
     return replace(usual, **changes)
 
@@ -71,7 +82,7 @@ def task(**changes: Any) -> BenchTask:
 
 
 def test_rows_are_complete() -> None:
-    report = bench.measure(pair(), PROMPTS, SMALL)
+    report = race.measure(pair(), PROMPTS, SMALL)
     single = [(PLAIN, None), (SPECULATIVE, 2), (SPECULATIVE, 3), (GENERATE, None), (ASSISTED, 2), (ASSISTED, 3)]
     names = {1: [*single, (ASSISTED_AUTO, None), (LOOKUP, 2), (LOOKUP, 3)], 3: single[:4]}
     expected = [(*name, batch, heat) for batch in (1, 3) for heat in (0.0, 1.0) for name in names[batch]]
@@ -89,7 +100,7 @@ def test_rows_are_complete() -> None:
 
 @pytest.mark.slow
 def test_figures_of_ours_fit_each_other() -> None:
-    row = bench.measure(pair(), PROMPTS, replace(SMALL, gammas=(3,), batches=(1,))).rows[1]
+    row = race.measure(pair(), PROMPTS, replace(SMALL, gammas=(3,), batches=(1,))).rows[1]
     assert row.milliseconds and row.alpha and row.mean_acceptance_length
     parts = [row.milliseconds[phase] for phase in ("draft", "target", "accept", "rest")]
     assert sum(parts) == pytest.approx(row.milliseconds["round"])
@@ -110,7 +121,7 @@ def test_figures_inside_a_round_leave_the_prefill_out() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_all_contenders_emit_the_same_greedy_tokens(batch: int) -> None:
     engine, rows = pair(), set[int]()
-    able = [each for each in bench.line_up(engine, SMALL) if batch <= each.largest_batch]
+    able = [each for each in contenders.line_up(engine, SMALL) if batch <= each.largest_batch]
     expected = race.timed(able[0], task()).tokens
     models(engine)[0].register_forward_hook(lambda *args: rows.add(args[-1].logits.shape[0]))
     assert len(able) == (9 if batch == 1 else 4)
@@ -124,14 +135,14 @@ def test_generate_runs_a_decoder_that_is_deeper_than_its_encoder() -> None:
     """The cache that transformers itself makes has the encoder's number of layers."""
     engine = load(tiny(SEQ2SEQ["t5"], num_layers=1, num_decoder_layers=3))
     settings = replace(SMALL, batches=(1, 3), temperatures=(0.0,))
-    rows = bench.measure(engine, PROMPTS, settings).rows
+    rows = race.measure(engine, PROMPTS, settings).rows
     assert [(row.contender, row.matches_transformers) for row in rows] == [(PLAIN, 4), (GENERATE, 4)] * 2
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_all_contenders_end_at_eos(batch: int) -> None:
     engine = pair()
-    able = [each for each in bench.line_up(engine, SMALL) if batch <= each.largest_batch]
+    able = [each for each in contenders.line_up(engine, SMALL) if batch <= each.largest_batch]
     whole = race.timed(able[0], task(batch=batch)).tokens
     eos = frozenset({whole[0][2], whole[1][1]})
     cut = [race.until_eos(new, eos) for new in whole]
@@ -149,11 +160,11 @@ def test_all_contenders_end_at_eos(batch: int) -> None:
 def test_eos_is_ignored_by_all_or_by_none() -> None:
     engine = pair()
     settings = replace(SMALL, batches=(1,), temperatures=(0.0,), gammas=(2,), repetitions=1)
-    greedy = race.timed(bench.line_up(engine, settings)[0], task()).tokens
+    greedy = race.timed(contenders.line_up(engine, settings)[0], task()).tokens
     engine.eos = frozenset({greedy[0][2]})
     models(engine)[0].generation_config.eos_token_id = greedy[0][2]
-    ignoring = bench.measure(engine, PROMPTS, settings).rows
-    obeying = bench.measure(engine, PROMPTS, replace(settings, ignore_eos=False)).rows
+    ignoring = race.measure(engine, PROMPTS, settings).rows
+    obeying = race.measure(engine, PROMPTS, replace(settings, ignore_eos=False)).rows
     assert {row.tokens for row in ignoring} == {len(PROMPTS) * 6}
     assert len({row.tokens for row in obeying}) == 1
     assert obeying[0].tokens < ignoring[0].tokens
@@ -161,7 +172,7 @@ def test_eos_is_ignored_by_all_or_by_none() -> None:
 
 def test_matches_count_prompts_that_are_the_same_in_every_repetition() -> None:
     engine, runs = pair(), []
-    right = bench.line_up(engine, SMALL)[0]
+    right = contenders.line_up(engine, SMALL)[0]
 
     def wrong(task: BenchTask) -> Output:
         tokens = right.run(task).tokens
@@ -171,7 +182,7 @@ def test_matches_count_prompts_that_are_the_same_in_every_repetition() -> None:
         return Output(tokens)
 
     settings = replace(SMALL, batches=(1,), temperatures=(0.0,))
-    rows = bench.measure(engine, PROMPTS, settings, [right, Contender("peer", wrong)]).rows
+    rows = race.measure(engine, PROMPTS, settings, [right, Contender("peer", wrong)]).rows
     assert [row.matches_plain for row in rows] == [4, 2]
     assert [row.matches_transformers for row in rows] == [None, None]
 
@@ -182,7 +193,7 @@ def test_both_draft_exactly_gamma_tokens(place: int) -> None:
     target, _ = models(engine)
     widths: list[int] = []
     target.register_forward_hook(lambda *args: widths.append(args[-1].logits.shape[1]))
-    contender = bench.line_up(engine, replace(SMALL, gammas=(3,)))[place - (place > 1)]
+    contender = contenders.line_up(engine, replace(SMALL, gammas=(3,)))[place - (place > 1)]
     assert contender.gamma == 3
     race.timed(contender, task(prompts=((5, 9, 2),), max_new_tokens=12))
     assert [width for width in widths if width > 1] == [4, 4, 4]
@@ -192,7 +203,7 @@ def test_a_run_leaves_no_warm_draft_cache() -> None:
     engine = pair()
     fed: list[int] = []
     models(engine)[1].get_input_embeddings().register_forward_hook(lambda *args: fed.append(args[1][0].numel()))
-    speculative = bench.line_up(engine, SMALL)[1]
+    speculative = contenders.line_up(engine, SMALL)[1]
     race.timed(speculative, task())
     first, fed[:] = list(fed), []
     race.timed(speculative, task())
@@ -207,7 +218,7 @@ def test_settings_of_the_user_neither_leak_in_nor_change() -> None:
     for model, config in zip(models(engine), own, strict=True):
         model.generation_config = config
         model.register_forward_hook(lambda module, *_: seen.append(module.generation_config.to_dict()))
-    transformers_contenders = [each for each in bench.line_up(engine, SMALL) if each.name in (GENERATE, ASSISTED)]
+    transformers_contenders = [each for each in contenders.line_up(engine, SMALL) if each.name in (GENERATE, ASSISTED)]
     outputs = [race.timed(each, task(temperature=1.0)).tokens for each in transformers_contenders]
     assert len(outputs) == 3  # generate, and assisted with two gammas
     assert {(config["temperature"], config["top_k"], config["top_p"]) for config in seen[:3]} == {(1.0, 0, 1.0)}
@@ -221,7 +232,7 @@ def test_settings_of_the_user_come_back_after_an_error() -> None:
     engine = pair()
     kept = [model.generation_config for model in models(engine)]
     models(engine)[0].register_forward_hook(lambda *_: 1 / 0)
-    assisted = next(each for each in bench.line_up(engine, SMALL) if each.name == ASSISTED)
+    assisted = next(each for each in contenders.line_up(engine, SMALL) if each.name == ASSISTED)
     with pytest.raises(ZeroDivisionError):
         assisted.run(task())
     assert all(model.generation_config is config for model, config in zip(models(engine), kept, strict=True))
@@ -243,7 +254,7 @@ def test_sampling_changes_with_the_repetition_and_leaves_the_users_random_state(
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
-    bench.measure(engine, PROMPTS, settings, [spied(each) for each in bench.line_up(engine, settings)])
+    race.measure(engine, PROMPTS, settings, [spied(each) for each in contenders.line_up(engine, settings)])
     assert torch.equal(torch.rand(3), expected)
     assert set(outputs) == {PLAIN, SPECULATIVE, GENERATE}
     for tokens in outputs.values():
@@ -258,12 +269,12 @@ def test_ours_decode_by_the_rule_of_the_engine() -> None:
         return draw(law, key)
 
     engine.rule = Rule("ours", acceptance.match, rng)
-    plain, speculative, *_ = bench.line_up(engine, SMALL)
+    plain, speculative, *_ = contenders.line_up(engine, SMALL)
     for each in (plain, speculative):
         drawn.clear()
         race.timed(each, task(temperature=1.0))
         assert "next" in drawn and "accept" not in drawn  # `match` tosses no coins
-    assert bench.environment(engine)["rule"] == "ours"
+    assert machine.environment(engine)["rule"] == "ours"
 
 
 @pytest.mark.slow
@@ -272,7 +283,7 @@ def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
     shared = models(engine)[0]
     others = [Side(load(shared, tiny(FAMILIES["llama"], seed=2)), "second"), Side(pair(), "first", COMPILED)]
     settings = replace(SMALL, gammas=(2,), batches=(1,), temperatures=(0.0,), rules=("token", "match"))
-    rivals = bench.line_up(engine, settings, others)
+    rivals = contenders.line_up(engine, settings, others)
     kinds = [(each.name, each.draft, each.rule, each.execution) for each in rivals if each.execution]
     own = engine.decoder.drafter.scorer.name  # type: ignore[attr-defined]
     assert kinds == [
@@ -282,7 +293,7 @@ def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
         *[(SPECULATIVE, "second", rule, "eager") for rule in ("token", "match")],
         *[(SPECULATIVE, "first", rule, "compiled") for rule in ("token", "match")],
     ]
-    rows = bench.measure(engine, PROMPTS, settings, rivals).rows
+    rows = race.measure(engine, PROMPTS, settings, rivals).rows
     assert [(row.contender, row.draft, row.rule, row.execution) for row in rows[2:4]] == kinds[2:4]
     assert {row.matches_plain for row in rows} == {4}
     names = list(map(command_room.row_names(rows), rows))
@@ -292,20 +303,20 @@ def test_other_drafts_rules_and_executions_are_rows_of_their_own() -> None:
 
 def test_theirs_count_the_passes_of_the_target() -> None:
     engine = pair(draft_seed=0)
-    rivals = {each.name: each for each in bench.line_up(engine, replace(SMALL, gammas=(3,)))}
+    rivals = {each.name: each for each in contenders.line_up(engine, replace(SMALL, gammas=(3,)))}
     one = task(prompts=((5, 9, 2),), max_new_tokens=12)
     calls = {name: race.timed(each, one).calls for name, each in rivals.items()}
     assert calls[GENERATE] == calls[PLAIN] == 12
     assert calls[ASSISTED] == calls[SPECULATIVE] == 3  # everything is accepted: rounds of 1 + 3
     assert calls[ASSISTED_AUTO] == 1 or calls[ASSISTED_AUTO] < 12
-    row = bench.measure(engine, PROMPTS[:1], replace(SMALL, gammas=(3,), batches=(1,), max_new_tokens=12)).rows[3]
+    row = race.measure(engine, PROMPTS[:1], replace(SMALL, gammas=(3,), batches=(1,), max_new_tokens=12)).rows[3]
     assert row.contender == ASSISTED and row.mean_acceptance_length == 4
     assert row.milliseconds_per_call and row.milliseconds_per_call["min"] > 0
 
 
 def test_who_can_take_part() -> None:
     def names(engine: Engine) -> list[str]:
-        return [each.name for each in bench.line_up(engine, replace(SMALL, gammas=(3,)))]
+        return [each.name for each in contenders.line_up(engine, replace(SMALL, gammas=(3,)))]
 
     target, draft = PAIRS["generic"]
     tables = Engine(Decoder(scorer(target), ModelDrafter(scorer(draft))))
@@ -313,7 +324,7 @@ def test_who_can_take_part() -> None:
     assert names(load(tiny(FAMILIES["llama"]))) == [PLAIN, GENERATE, LOOKUP]
     assert names(pair(vocab_size=HF_VOCAB + 3)) == [PLAIN, SPECULATIVE, GENERATE, LOOKUP]
     assert names(tables) == [PLAIN, SPECULATIVE]
-    rows = bench.measure(tables, [[0], [1, 2]], replace(SMALL, batches=(2,))).rows
+    rows = race.measure(tables, [[0], [1, 2]], replace(SMALL, batches=(2,))).rows
     assert {row.ratio_to_transformers for row in rows} == {None}
 
 
@@ -322,7 +333,6 @@ def test_who_can_take_part() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock that `bench` reads."""
     clock = Clock()
     monkeypatch.setattr(race, "perf_counter", clock)
     return clock
@@ -338,13 +348,13 @@ def runner(name: str, clock: Clock, durations: Iterator[float], gamma: int | Non
     return Contender(name, run, gamma)
 
 
-def raced(rivals: list[Contender], **changes: Any) -> tuple[bench.BenchReport, list[str]]:
+def raced(rivals: list[Contender], **changes: Any) -> tuple[records.BenchReport, list[str]]:
     """Measure at one batch and temperature -> the report, and the names in the order they ran."""
     order: list[str] = []
     settings = replace(SMALL, batches=(1,), temperatures=(0.0,), **changes)
     engine = Engine(Decoder(scorer(PAIRS["generic"][0])))
     prompts = [[0], [1], [2], [0, 1]]
-    report = bench.measure(engine, prompts, settings, rivals, lambda done, count, name: order.append(name))
+    report = race.measure(engine, prompts, settings, rivals, lambda done, count, name: order.append(name))
     return report, order
 
 
@@ -456,10 +466,10 @@ def test_impossible_settings_are_refused(name: str, wrong: Any) -> None:
 def test_prompts_must_fill_the_batch_and_fit_the_models() -> None:
     engine = pair(max_position_embeddings=16)
     with pytest.raises(ValueError, match="a batch of 5 needs as many prompts, but there are 4"):
-        bench.measure(engine, PROMPTS, replace(SMALL, batches=(1, 5)))
+        race.measure(engine, PROMPTS, replace(SMALL, batches=(1, 5)))
     with pytest.raises(ValueError, match="up to 17, but LlamaForCausalLM holds 16"):
-        bench.measure(engine, PROMPTS, replace(SMALL, max_new_tokens=12))
-    assert bench.measure(engine, PROMPTS, replace(SMALL, max_new_tokens=11, repetitions=1, batches=(4,))).rows
+        race.measure(engine, PROMPTS, replace(SMALL, max_new_tokens=12))
+    assert race.measure(engine, PROMPTS, replace(SMALL, max_new_tokens=11, repetitions=1, batches=(4,))).rows
 
 
 @pytest.mark.slow
@@ -469,7 +479,7 @@ def test_json_round_trip_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine.sys, "argv", command.split())
     engine = pair()
     engine.decoder.target.name = f"{folder}/target"  # type: ignore[misc]
-    report = bench.measure(engine, PROMPTS, replace(SMALL, batches=(1,), repetitions=1)).as_dict()
+    report = race.measure(engine, PROMPTS, replace(SMALL, batches=(1,), repetitions=1)).as_dict()
     text = json.dumps(report, allow_nan=False)
     assert json.loads(text) == report
     assert "somewhere" not in text
@@ -480,13 +490,13 @@ def test_json_round_trip_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_environment() -> None:
-    facts = bench.environment(pair())
+    facts = machine.environment(pair())
     assert facts["threads"] == torch.get_num_threads() == 1
     assert facts["torch"] == torch.__version__
     assert facts["target"]["dtype"] == "torch.float32" and "weights" not in facts["target"]
     assert facts["device"] == "cpu"
     assert facts["cpu"] and facts["cores"] >= 1 and facts["date"].endswith("+00:00")
-    assert bench.environment(Engine(Decoder(scorer(PAIRS["generic"][0])))).get("draft") is None
+    assert machine.environment(Engine(Decoder(scorer(PAIRS["generic"][0])))).get("draft") is None
 
 
 def test_packed_weights_count_as_parameters(tmp_path: Path) -> None:
@@ -499,9 +509,9 @@ def test_packed_weights_count_as_parameters(tmp_path: Path) -> None:
 
 
 def test_built_in_prompts_fill_the_batches() -> None:
-    assert len(set(bench.PROMPTS)) == len(bench.PROMPTS) >= max(bench.FULL.batches)
-    assert len(bench.PROMPTS) >= 4 >= max(bench.QUICK.batches)
-    for prompt in bench.PROMPTS:
+    assert len(set(records.PROMPTS)) == len(records.PROMPTS) >= max(records.FULL.batches)
+    assert len(records.PROMPTS) >= 4 >= max(records.QUICK.batches)
+    for prompt in records.PROMPTS:
         compile(prompt + ("        pass\n" if prompt.startswith("class") else ""), "prompt", "exec")
 
 
@@ -510,7 +520,6 @@ def test_built_in_prompts_fill_the_batches() -> None:
 
 @pytest.fixture
 def prompts_file(tmp_path: Path) -> str:
-    """Eight prompts as compressed JSON lines with fields that are none of ours."""
     path = tmp_path / "prompts.jsonl.gz"
     lines = [json.dumps({"task_id": f"task/{i}", "tokens": [5, 9, 2 + i], "entry_point": "f"}) for i in range(8)]
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -519,7 +528,6 @@ def prompts_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """`slipstream bench` with a tiny pair, in 80 columns, with nobody watching."""
     monkeypatch.setattr(engine_room, "load", lambda *args, **kwargs: pair())
 
     return partial(run, "bench", COLUMNS="80", NO_COLOR="1")
@@ -564,26 +572,26 @@ def test_options_of_the_command_arrive(
         command(*arguments)
         return seen.pop()
 
-    monkeypatch.setattr(bench, "measure", measure)
-    assert asked() == (list(bench.PROMPTS), bench.FULL)
-    assert asked("--quick") == (list(bench.PROMPTS[:4]), bench.QUICK)
+    monkeypatch.setattr(race, "measure", measure)
+    assert asked() == (list(records.PROMPTS), records.FULL)
+    assert asked("--quick") == (list(records.PROMPTS[:4]), records.QUICK)
     assert len(asked("--quick", "--batch", "6")[0]) == 6
     assert asked("--prompts", prompts_file)[0] == [[5, 9, 2 + i] for i in range(8)]
     many = ["--gamma", "2", "--gamma", "4", "--batch", "3", "--temperature", "0", "--temperature", "0.7"]
     assert asked(*many, *SHORT, "--stop-at-eos")[1] == BenchSettings((2, 4), (3,), (0.0, 0.7), 5, 2, False)
-    assert asked("--quick", *SHORT)[1] == replace(bench.QUICK, max_new_tokens=5, repetitions=2)
+    assert asked("--quick", *SHORT)[1] == replace(records.QUICK, max_new_tokens=5, repetitions=2)
 
 
 def test_ctrl_c_prints_the_rows_so_far(
     command: Callable[..., Result], prompts_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = bench.line_up
+    whole = contenders.line_up
 
     def line_up(*args: Any) -> list[Contender]:
         first, *rest = whole(*args)
         return [interrupted_after(3, first), *rest]
 
-    monkeypatch.setattr(bench, "line_up", line_up)
+    monkeypatch.setattr(contenders, "line_up", line_up)
     result = command("--quick", "--prompts", prompts_file, *SHORT)
     assert result.exit_code == 130
     assert "temperature 0:" in result.stdout and "temperature 1:" not in result.stdout
@@ -636,7 +644,7 @@ def test_a_plot_is_refused_before_anything_is_measured(
 def test_errors_of_the_command_are_one_sentence(
     command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
 ) -> None:
-    monkeypatch.setattr(bench, "PROMPTS", [[1, 2, i] for i in range(8)])
+    monkeypatch.setattr(records, "PROMPTS", [[1, 2, i] for i in range(8)])
     result = command(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith(sentence) and result.stderr.count("\n") == 1

@@ -27,7 +27,6 @@ PROMPTS = ["x =", "import", "class A", "def f(x):", "for i in", "return"]
 
 
 def prompts(folder: Path, *more: dict[str, Any], count: int = len(PROMPTS)) -> str:
-    """A file of prompts, every other one sampled, and further lines."""
     path = folder / "prompts.jsonl"
     own = [
         {"id": f"p{i}", "prompt": PROMPTS[i % len(PROMPTS)], "temperature": i % 2, "max_tokens": 4 + i % 5}
@@ -52,11 +51,7 @@ def test_answers_are_the_engines_in_the_order_of_the_prompts(tmp_path: Path) -> 
     engine = slipstream.load()
     for i in (0, 2, 4):
         assert found[i]["text"] == engine.generate(PROMPTS[i], max_new_tokens=4 + i % 5, plain=True)[0].text
-    assert found[6] == {
-        "index": 6,
-        "id": "wrong",
-        "error": "nonsense: no such field is known here: leave it out.",
-    }
+    assert found[6] == {"index": 6, "id": "wrong", "error": "nonsense: no such field is known here: leave it out."}
     assert found[7]["response"]["body"]["usage"]["completion_tokens"] == 2 and found[7]["error"] is None
     assert "5000" in found[8]["error"]
     summary = json.loads(result.stdout)

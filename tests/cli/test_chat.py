@@ -64,8 +64,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Echoes:
 
 @pytest.fixture
 def chat() -> Callable[..., Result]:
-    """`slipstream chat` whose standard input is a pipe with these lines."""
-
     def call(lines: list[str], *arguments: str, **environment: str) -> Result:
         return run("chat", *arguments, stdin="".join(f"{line}\n" for line in lines), **environment)
 
@@ -172,13 +170,10 @@ def test_the_embedded_pair_continues_text(chat: Callable[..., Result]) -> None:
 
 
 def dumb() -> None:
-    """Let the terminal be one that cannot do anything."""
     os.environ.update(TERM="dumb", NO_COLOR="1")
 
 
 class Terminal:
-    """`slipstream chat --raw` on a terminal of its own."""
-
     def __init__(self) -> None:
         main, side = pty.openpty()
         streams = {INPUT: side, OUTPUT: side, ERRORS: side}
@@ -187,7 +182,6 @@ class Terminal:
         self.main, self.seen = main, ""
 
     def until(self, text: str) -> None:
-        """Read until a text has come."""
         end = time.monotonic() + 90
         while text not in self.seen:
             assert time.monotonic() < end, self.seen

@@ -20,7 +20,6 @@ FEW = ("--steps", "2", "--rows", "2", "--length", "16", "--write", "200", "--mea
 
 
 def run(*arguments: str) -> Result:
-    """`slipstream ARGUMENTS`, with nobody watching."""
     clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
     result = CliRunner().invoke(app, list(arguments), env=clean)
     if result.exception and not isinstance(result.exception, SystemExit):
@@ -41,7 +40,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distill(place: Path, *arguments: str, target: str = "target") -> Result:
-    """`slipstream distill` on a target and the text."""
     return run("distill", str(place / target), "--data", str(place / "text.py"), *FEW, *arguments)
 
 

@@ -29,7 +29,6 @@ CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder of texts, with a file that is none."""
     folder = tmp_path / "texts"
     (folder / "inner").mkdir(parents=True)
     (folder / "a.py").write_text(CODE * 15)

@@ -54,8 +54,7 @@ WRITERS = {
     "bench plot": Writer((*SMALL_BENCH, "--plot", "out/speed.svg"), "speed.svg", reads_picture),
 }
 
-LIMIT = 200
-"""Bytes of a file on the full disk: less than any of these files has."""
+LIMIT = 200  # bytes of a file on the full disk: less than any of these files has
 
 # The child waits at the first rename of the wanted file, when the part is written, until it is killed.
 WAIT = """
@@ -75,10 +74,10 @@ main()
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text, strangers and an empty folder `out`; commands run in it."""
     (tmp_path / "out").mkdir()
     (tmp_path / "text.txt").write_text(TEXT * 40)
     (tmp_path / "notes.md").write_text("mine")
+    (tmp_path / "link").symlink_to("notes.md")
     (tmp_path / "out" / "notes.md").write_text("mine, too")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -99,14 +98,12 @@ def start(arguments: tuple[str, ...], limit: int | None = None, wait: str = "") 
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """(exit code, stderr)."""
     with process:
         _, errors = process.communicate(timeout=240)
     return process.returncode, errors
 
 
 def others(place: Path, writer: Writer) -> dict[str, bytes]:
-    """All files but those that the command writes."""
     mine = {writer.file, "training.safetensors"}
     files = (path for path in place.rglob("*") if path.is_file() and path.name not in mine)
     return {str(path.relative_to(place)): path.read_bytes() for path in files}
@@ -171,6 +168,8 @@ def test_a_killed_command_leaves_the_old_file(place: Path, name: str, how: signa
 REFUSED = [
     (("draft", "build", "ngram:text.txt", "text.txt", "--force"), "text.txt: it is an input of this command"),
     (("draft", "build", "ngram:notes.md", "text.txt"), "notes.md: it exists and is no n-gram model"),
+    (("draft", "build", "ngram:link", "notes.md", "--force"), "it is an input of this command"),
+    (("draft", "build", "ngram:notes.md", "link", "--force"), "notes.md: it is an input of this command"),
     (("draft", "build", "ngram:/dev/full", "text.txt", "--force"), "/dev/full: it is a device or a pipe"),
     (("draft", "build", "ngram:notes.md", ".", "--force"), "notes.md: it is an input of this command"),
     (("draft", "build", "datastore:notes.md", "text.txt"), "notes.md is no folder"),

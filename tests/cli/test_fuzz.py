@@ -34,10 +34,8 @@ CODES = {0, 1, 2, 3, 130}
 
 # ---- the world --------------------------------------------------------------------------------------------------
 
-Snapshot = dict[str, bytes]
-"""The contents of files by their path in the world; of a link, where it leads."""
-
-STRANGERS: dict[str, bytes] = {
+Snapshot = dict[str, bytes]  # contents of files by their path in the world; of a link, where it leads
+STRANGERS: dict[str, bytes] = {  # files of somebody else
     "notes.txt": CODE.encode(),
     "long.txt": 24 * CODE.encode(),
     "README.md": b"# mine\n",
@@ -64,7 +62,6 @@ STRANGERS: dict[str, bytes] = {
     "nothing/corpus.safetensors": b"damaged",
     "nothing/memory.sqlite": b"damaged",
 }
-"""Files of somebody else."""
 
 FOLDERS = ("empty", "folder", "pages", "broken", "nonsense", "nothing", "store", "tiny", "heads", ".")
 OURS = ("mine.ngram", "plan.json", "answers.jsonl", "ids.npy", "damaged.ngram", "store/corpus.safetensors")
@@ -80,7 +77,6 @@ class World:
     before: Snapshot = field(default_factory=dict)
 
     def snapshot(self) -> Snapshot:
-        """What is there now."""
         found = {}
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))
@@ -91,12 +87,10 @@ class World:
         return found
 
     def changed(self) -> set[str]:
-        """The files that are new, gone or different."""
         now = self.snapshot()
         return {name for name in {*self.before, *now} if self.before.get(name) != now.get(name)}
 
     def restore(self) -> None:
-        """Put back what was changed."""
         for name in sorted(self.changed()):
             path, old = self.folder / name, self.before.get(name)
             if path.is_symlink() or path.exists():
@@ -114,7 +108,6 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The world, in which we stand."""
     folder = tmp_path_factory.mktemp("world")
     for name, content in STRANGERS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -176,24 +169,12 @@ FILES = {
     *("folder", "data", "work"),
 }
 PICTURES = ("new.png", "new.svg", "new.xyz", "new", ".png", "nowhere/new.png")
+# numbers that are work to do: large ones are allowed, and last
 AMOUNTS = {
-    *(
-        "n",
-        "max_new_tokens",
-        "repetitions",
-        "samples",
-        "sample",
-        "steps",
-        "rows",
-        "count",
-        "inner",
-        "batch",
-        "batch_size",
-    ),
+    *("n", "max_new_tokens", "repetitions", "samples", "sample", "steps", "rows", "count", "inner", "batch"),
+    "batch_size",
 }
-"""Numbers that are work to do: large ones are allowed, and last."""
-NEVER = {"compile", "help"}
-"""Minutes for every case."""
+NEVER = {"compile", "help"}  # minutes for every case
 
 
 def values(parameter: Any) -> Sequence[str]:
@@ -205,7 +186,7 @@ def values(parameter: Any) -> Sequence[str]:
         return (*PATHS, "dataset:x", "dataset:")
     if name == "name":  # of draft build
         return ("ngram", "heads:", "exit", "exit:1", "vocabulary", "lookup", "x", "", *map("ngram:{}".format, PATHS))
-    if name in FILES or name == "folder":
+    if name in FILES:
         return (*PICTURES, *PATHS) if name == "plot" else PATHS
     if name in {"target", "tokenizer"}:
         return MODELS
@@ -221,7 +202,7 @@ def values(parameter: Any) -> Sequence[str]:
     return PATHS if name == "file" else ("x", "", "notes.txt")
 
 
-GOOD: dict[str, Sequence[str]] = {
+GOOD: dict[str, Sequence[str]] = {  # what is right for a parameter, where the first two of its values are not
     "prompts": ("def f", "x ="),
     "file": ("prompts.txt",),
     "target": ("tiny",),
@@ -245,7 +226,6 @@ GOOD: dict[str, Sequence[str]] = {
     "cost": ("0.1",),
     "name": ("ngram:new", "datastore:new", "datastore:store"),
 }
-"""What is right for a parameter, where the first two of its values are not."""
 
 Words = tuple[str, ...]
 
@@ -290,7 +270,6 @@ class Case:
 
 
 def found(command: str) -> Any:
-    """The command of that name."""
     each: Any = typer.main.get_command(cli.app)
     for name in command.split()[:2]:
         each = each.commands[name]
@@ -299,7 +278,6 @@ def found(command: str) -> Any:
 
 @st.composite
 def cases(draw: Callable[[st.SearchStrategy[Any]], Any], command: str, firsts: Sequence[Words]) -> Case:
-    """Some options of a command with values, in any order, and its arguments."""
     parameters = [each for each in found(command).params if each.name not in NEVER]
     needed = [each for each in parameters if each.required and (each.name == "folder" or draw(st.integers(0, 19)))]
     named = command.split()[2:]  # the draft to build, where the command says which
@@ -370,7 +348,6 @@ def _covers(world: World, out: str, name: str) -> bool:
 
 
 def try_cases(world: World, command: str, count: int, firsts: Sequence[Words]) -> Counter[int]:
-    """Run so many cases of a command -> how many ended with each exit code."""
     codes: Counter[int] = Counter()
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
@@ -401,63 +378,31 @@ def test_many_command_lines(world: World, command: str) -> None:
 
 # ---- files of somebody else -------------------------------------------------------------------------------------
 
-WRITERS: dict[str, Words] = {
+WRITERS: dict[str, Words] = {  # commands that write; {} stands for the name of what they write
     "batch": ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "{}"),
     "ngram": ("draft", "build", "ngram:{}", "folder"),
     "datastore": ("draft", "build", "datastore:{}", "folder"),
     "heads": ("draft", "build", "heads:{}", *TRAINING),
 }
-"""Commands that write; {} stands for the name of what they write."""
-MEASURERS: dict[str, Words] = {
-    "plan --save": ("plan", *MEASURED, "--draft", "tiny", "--save", "{}"),
-    "plan --plot": ("plan", *MEASURED, "--draft", "tiny", "--plot", "{}"),
-    "bench --plot": ("bench", *COMMANDS["bench"][2][0], "--plot", "{}"),
-}
-"""The same for those that measure first what they write."""
 
 
 def in_the_way(writer: str) -> Iterator[str]:
-    """Somebody else's files, or folders with one, where a command would write."""
     if writer == "datastore":
         yield "nothing"
     elif writer == "heads":
         yield "notes.txt"
-    elif "plot" in writer:
-        yield "picture.png"
-    elif "save" in writer:
-        yield from ("README.md", "answers.jsonl")
     else:
         others = ("plan.json", "heads/heads.safetensors", "tiny/model.safetensors", "ids.npy", "link")
         yield from (name for name in (*STRANGERS, *others) if name != "empty.txt")
 
 
-@pytest.mark.parametrize("writer", [*WRITERS, *MEASURERS])
+@pytest.mark.parametrize("writer", WRITERS)
 def test_nothing_of_another_kind_is_replaced(world: World, writer: str) -> None:
     """Without --force, what is no file of the kind that is written stays as it is."""
     replaced = []
     for name in in_the_way(writer):
-        ended = attempt([word.format(name) for word in {**WRITERS, **MEASURERS}[writer]])
+        ended = attempt([word.format(name) for word in WRITERS[writer]])
         if ended.exit_code != cli.WRONG or world.changed():
             replaced.append(name)
         world.restore()
     assert not replaced
-
-
-@pytest.mark.parametrize("force", [(), ("--force",)])
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("draft", "build", "ngram:notes.txt", "notes.txt"),
-        ("draft", "build", "ngram:folder/a.py", "folder"),
-        ("draft", "build", "ngram:link", "notes.txt"),
-        ("draft", "build", "ngram:notes.txt", "link"),
-        ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "prompts.txt"),
-        ("draft", "build", "datastore:nothing", "nothing/corpus.safetensors"),
-    ],
-)
-def test_no_input_is_replaced(world: World, words: Words, force: Words) -> None:
-    """Not even with --force."""
-    try:
-        assert attempt([*words, *force]).exit_code == cli.WRONG and not world.changed()
-    finally:
-        world.restore()

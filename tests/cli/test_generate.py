@@ -37,7 +37,6 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 
 
 def save_tokenizer(folder: Path, template: str | None = None) -> None:
-    """A byte-level tokenizer: 256 tokens and the end of text."""
     vocab = {sign: number for number, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab={**vocab, "<eos>": 256}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +48,6 @@ def save_tokenizer(folder: Path, template: str | None = None) -> None:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a target, which has a chat template, and of a draft."""
     folders = []
     for seed, name in enumerate(("target", "draft")):
         folder = tmp_path_factory.mktemp(name)
@@ -72,8 +70,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def generate(pair: tuple[str, str]) -> Callable[..., Result]:
-    """`slipstream generate` with the pair and 12 tokens."""
-
     def call(*arguments: str, **rest: Any) -> Result:
         fixed = ["--target", pair[0], "--draft", pair[1], "--max-new-tokens", "12"]
         return run("generate", *fixed, *arguments, **rest)
@@ -82,12 +78,10 @@ def generate(pair: tuple[str, str]) -> Callable[..., Result]:
 
 
 def completions(pair: tuple[str, str], *prompts: Any, **options: Any) -> list[Completion]:
-    """What the library itself answers."""
     return load(*pair).generate(prompts, **{"max_new_tokens": 12, **options})
 
 
 def by_index(result: Result) -> list[dict[str, Any]]:
-    """The JSON lines, which come as prompts finish, in the order of the prompts."""
     return sorted(map(json.loads, result.stdout.splitlines()), key=lambda line: line["index"])
 
 
@@ -349,8 +343,6 @@ def completion(text: str, reason: str = "length") -> Completion:
 
 
 class Recorder:
-    """Stands for the engine and for `load`."""
-
     def __init__(self) -> None:
         self.loaded: tuple[Any, ...] = ()
         self.asked: dict[str, Any] = {}
@@ -464,11 +456,7 @@ def test_names_of_other_engines(engine: Recorder) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "stdout"),
-    [
-        ([], "==> prompt 1 <==\nxall\n\n==> prompt 2 <==\nypar\n"),
-        (["--json"], None),
-        (["--explain"], ""),
-    ],
+    [([], "==> prompt 1 <==\nxall\n\n==> prompt 2 <==\nypar\n"), (["--json"], None), (["--explain"], "")],
 )
 def test_ctrl_c_prints_what_there_is(engine: Recorder, mode: list[str], stdout: str | None) -> None:
     done = [completion("all"), completion("par", "interrupted"), completion("", "interrupted")]
@@ -543,7 +531,6 @@ def test_version_stands_in_one_place() -> None:
 
 
 def every_command(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
-    """The words and the command of everything that can be called, groups too."""
     yield words, command
     for name, one in getattr(command, "commands", {}).items():
         yield from every_command([*words, name], one)

@@ -41,7 +41,6 @@ MEDIA = {
 
 @pytest.fixture(scope="module", params=MEDIA)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Medium, Path, Path]:
-    """A kind of media, the folder of a model for it, and a file."""
     medium, folder = MEDIA[request.param], tmp_path_factory.mktemp(request.param)
     file = folder / medium.name
     file.write_bytes(medium.data())

@@ -20,15 +20,12 @@ from terminal import run
 
 pytestmark = pytest.mark.slow
 
-SOON = 30
-"""Seconds in which a job ends when a rank does."""
-
+SOON = 30  # seconds in which a job ends when a rank does
 LINES = ("def add(a, b):", "class Button:", "import os", "x = 1")
 
 
 @contextmanager
 def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """`torchrun --nproc-per-node 2 -m slipstream COMMAND`, ended for certain at the end."""
     paths = os.pathsep.join([str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
     how = ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "slipstream"]
     process = subprocess.Popen(
@@ -49,7 +46,6 @@ def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """The process ids of the ranks that a torchrun has started, by rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -62,7 +58,6 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
 
 
 def wait_for(condition: object, process: subprocess.Popen[str]) -> None:
-    """Until a function says yes, or the job ends."""
     end = monotonic() + SECONDS
     while not condition() and process.poll() is None and monotonic() < end:  # type: ignore[operator]
         sleep(0.05)

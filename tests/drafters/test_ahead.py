@@ -25,7 +25,7 @@ from slipstream.drafters.ahead import AheadDrafter, ExpectedText, ahead_or_waiti
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.load import load
 from slipstream.models.tables import Table, TableScorer
-from slipstream.serve.drafts.build import How, build
+from slipstream.serve.drafts.build import build
 from toys.drafts import AtOnce
 from toys.enumeration import EXACT, WRONG, NumberedScript, SharedScript, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, VOCAB, plain_law, scorer
@@ -317,7 +317,7 @@ def test_where_it_is_not_possible_a_sentence_says_so(draft: str, settings: dict[
 
 def test_a_draft_server_goes_ahead_by_itself() -> None:
     with pytest.raises(ValueError, match="ahead=true is not possible here"):
-        build("embedded?ahead=true", How())
+        build("embedded?ahead=true")
 
 
 def test_beams_are_drafted_by_the_model_alone() -> None:

@@ -16,7 +16,8 @@ from transformers import GenerationMixin, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import slipstream
-from slipstream.bench import QUICK, measure
+from slipstream.bench.race import measure
+from slipstream.bench.records import QUICK
 from slipstream.check import check
 from slipstream.cli import app as cli
 from slipstream.drafters.same_rows import exit_drafter

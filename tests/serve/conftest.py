@@ -62,23 +62,19 @@ class ServerProcess:
         self.close()
 
     def client(self, **settings: Any) -> openai.OpenAI:
-        """OpenAI's own client for it."""
         self.clients.append(
             openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **settings})
         )
         return self.clients[-1]
 
     def http(self, **settings: Any) -> httpx.Client:
-        """A plain client for it."""
         return httpx.Client(base_url=self.url, **{"timeout": 300, **settings})
 
     def stop(self) -> int:
-        """Tell it to end and wait -> its exit code."""
         self.process.terminate()
         return self.process.wait(60)
 
     def close(self) -> None:
-        """Kill it if it still runs, and close its clients."""
         for client in self.clients:
             client.close()
         self.process.kill()
@@ -114,13 +110,11 @@ def conforming(request: pytest.FixtureRequest) -> ServerProcess:
 
 @pytest.fixture(scope="session")
 def client(conforming: ServerProcess) -> openai.OpenAI:
-    """OpenAI's client of it."""
     return conforming.client()
 
 
 @pytest.fixture(scope="session")
 def engine() -> slipstream.Engine:
-    """The same pair as a library, to compare texts with."""
     return slipstream.load()
 
 

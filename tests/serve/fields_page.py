@@ -19,9 +19,7 @@ BODIES = {
     "/tokenize": schema.TokenizeRequest,
 }
 
-ALIKE = ("/v1/completions", "/v1/chat/completions", "/infill")
-"""Endpoints that have most fields in common."""
-
+ALIKE = ("/v1/completions", "/v1/chat/completions", "/infill")  # endpoints that have most fields in common
 Kinds = tuple[dict[str, str], ...]
 
 
@@ -40,7 +38,6 @@ def kinds(described: dict[str, Any]) -> Kinds:
 
 
 def row(title: str, columns: Iterable[str]) -> str:
-    """A line of the table."""
     return f"| {title} | {' | '.join(columns)} |"
 
 
@@ -68,7 +65,6 @@ def rows() -> Iterator[str]:
 
 
 def table() -> str:
-    """The table."""
     return "\n".join(rows()) + "\n"
 
 

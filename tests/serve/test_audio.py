@@ -63,7 +63,6 @@ def listening(folder: Path) -> Iterator[ServerProcess]:
 
 
 def sound(seconds: float, rate: int = RATE, channels: int = 1) -> bytes:
-    """A WAV file of noise."""
     samples = np.random.default_rng(0).normal(0, 3000, (int(seconds * rate), channels)).astype("<i2")
     file = io.BytesIO()
     with wave.open(file, "wb") as out:

@@ -34,7 +34,6 @@ def template(engine: slipstream.Engine) -> Iterator[Callable[[str], None]]:
 
 
 def ask(engine: slipstream.Engine, *more: Any, **fields: Any) -> Call:
-    """Queue a chat on a server that runs no model."""
     state = ServerState.new(engine, ServeSettings(names=("tiny",)), Capacity(rows=1), None)
     state.worker.ready = True
     app = SimpleNamespace(state=SimpleNamespace(server=state))

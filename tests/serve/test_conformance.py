@@ -46,33 +46,28 @@ CHECKS: Any = [
     response_schema_conformance,
     what_is_invalid_is_rejected,
 ]
-LENGTHS = {
+LENGTHS = {  # paths that write text, and the field that limits it
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_completion_tokens",
     "/v1/responses": "max_output_tokens",
     "/v1/messages": "max_tokens",
 }
-"""Paths that write text, and the field that limits it."""
-PLAIN: dict[str | None, Any] = {
+PLAIN: dict[str | None, Any] = {  # what is in place of required fields that a server cannot serve
     "prompt": "x",
     "messages": [{"role": "user", "content": "x"}],
     "tokens": [1],
     "input": "x",
 }
-"""What is in place of required fields that a server cannot serve."""
 SHORT = 4
-FORBIDDEN = 1 << 31
-"""The least of the limits that are too great for the interface."""
+FORBIDDEN = 1 << 31  # least of the limits that are too great for the interface
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 def interface(server: ServerProcess) -> dict[str, Any]:
-    """What the server says about itself."""
     return httpx.get(f"{server.url}/openapi.json").json()
 
 
 def operations(description: dict[str, Any]) -> list[Any]:
-    """All operations of an interface."""
     return [found.ok() for found in schemathesis.openapi.from_dict(description).get_all_operations()]
 
 
@@ -129,7 +124,6 @@ def fuzz(server: ServerProcess, operation: Any, mode: GenerationMode, cases: int
 
 
 def fuzz_all(server: ServerProcess, cases: int) -> dict[str, Counter[int]]:
-    """Fuzz every operation, with valid requests and, where there is something to get wrong, with invalid ones."""
     found = {}
     for operation in operations(interface(server)):
         found[operation.label] = fuzz(server, operation, GenerationMode.POSITIVE, cases)
@@ -139,7 +133,6 @@ def fuzz_all(server: ServerProcess, cases: int) -> dict[str, Counter[int]]:
 
 
 def check_variety(found: dict[str, Counter[int]]) -> None:
-    """The fuzzing saw texts and refusals of every operation that writes texts."""
     for path in LENGTHS:
         statuses = found[f"POST {path}"]
         assert statuses[200] and statuses[400], (path, statuses)
@@ -157,24 +150,21 @@ def test_five_thousand_generated_requests_get_described_answers(server: ServerPr
     assert sum(found.values(), Counter()).total() >= 5000
 
 
-NEEDED = {
+NEEDED = {  # field that each of these paths requires
     "/v1/completions": "prompt",
     "/v1/chat/completions": "messages",
     "/v1/responses": "input",
     "/v1/messages": "messages",
 }
-"""The field that each of these paths requires."""
 
 
 def limited(server: ServerProcess, path: str, limit: float) -> Any:
-    """A request for a text of at most so many tokens."""
     operation = next(each for each in operations(interface(server)) if each.label == f"POST {path}")
     body = {NEEDED[path]: PLAIN[NEEDED[path]], LENGTHS[path]: limit}
     return operation.Case(body=body, media_type="application/json")
 
 
 def written(answer: Any) -> int:
-    """How many tokens an answer has."""
     usage = answer.json()["usage"]
     return usage["output_tokens"] if "output_tokens" in usage else usage["completion_tokens"]
 
@@ -195,17 +185,14 @@ def test_texts_are_short_where_a_limit_is_refused(server: ServerProcess, path: s
 
 
 def without_metrics(description: dict[str, Any]) -> None:
-    """A description that forbids what is really answered."""
     del description["components"]["schemas"]["CompletionAnswer"]["properties"]["metrics"]
 
 
 def without_refusals(description: dict[str, Any]) -> None:
-    """A description in which nothing is ever wrong."""
     del description["paths"]["/v1/completions"]["post"]["responses"]["400"]
 
 
 def with_another_type(description: dict[str, Any]) -> None:
-    """A description in which texts are no JSON."""
     answered = description["paths"]["/v1/completions"]["post"]["responses"]["200"]
     answered["content"] = {"text/html": {"schema": {"type": "string"}}}
 

@@ -21,13 +21,10 @@ from slipstream.serve.sockets import listen
 
 
 async def echo(request: Request) -> PlainTextResponse:
-    """Answer with the length of the body."""
     return PlainTextResponse(str(len(await request.body())))
 
 
 def asked(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]], keep_alive: int = 0) -> bytes:
-    """Talk to a server -> what the talk returned."""
-
     async def run() -> bytes:
         app = Gate(
             Starlette(routes=[Route("/", echo, methods=["GET", "POST"])]), ServeSettings(("m",)), AccessLog(None)
@@ -50,7 +47,6 @@ def asked(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that do not wait long."""
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.1)
 

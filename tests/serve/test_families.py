@@ -28,7 +28,6 @@ THINK = "<think>let me see</think>"
 
 
 def listed(name: str, arguments: str) -> str:
-    """A list of both calls under these keys."""
     return "[" + ", ".join(f'{{"{name}": "add", "{arguments}": {each}}}' for each in PAIR) + "]"
 
 
@@ -137,7 +136,6 @@ SILENT = ("command-r", "llama")  # which publish no form of reasoning
 
 @cache
 def form(family: str) -> AnswerForm:
-    """The form that is found for a chat template of the family."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
     tokenizer.chat_template = ANSWERS[family][0]
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type="toy"))
@@ -147,7 +145,6 @@ def form(family: str) -> AnswerForm:
 
 
 def read(family: str, parts: list[str]) -> tuple[Any, Any, list[tuple[str, Any]]]:
-    """Content, reasoning and calls of an answer that comes in parts."""
     regions = form(family).regions([])
     message = as_message([delta for part in parts for delta in regions.feed(part)] + [*regions.finish()])
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]

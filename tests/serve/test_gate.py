@@ -13,12 +13,10 @@ from slipstream.serve.settings import ServeSettings
 
 
 async def never(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that does not get round to answering."""
     await asyncio.Event().wait()
 
 
 async def begun(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that begins an answer and does not end it."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await asyncio.Event().wait()
 

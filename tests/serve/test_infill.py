@@ -22,7 +22,6 @@ PREFIX, SUFFIX = "def add(a, b):\n    ", "\n\nprint(add(1, 2))\n"
 
 
 def with_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> Any:
-    """A tokenizer with further special tokens."""
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     return tokenizer
 
@@ -56,7 +55,6 @@ def test_families_have_tokens_of_their_own() -> None:
 
 @pytest.fixture(scope="module")
 def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A server of a toy model that fills in."""
     folder: Path = tmp_path_factory.mktemp("models") / "toy-coder"
     tokenizer = with_tokens(byte_level(420), QWEN)
     torch.manual_seed(0)

@@ -99,13 +99,11 @@ def test_every_route_with_a_json_body_reads_it_so() -> None:
 
 # ---- where the work is done ------------------------------------------------------------------------------------------
 
-SEEN: list[tuple[str, int]] = []
-"""The threads of the work, and how many pieces of it ran together."""
+SEEN: list[tuple[str, int]] = []  # threads of the work, and how many pieces of it ran together
 RUNNING: list[str] = []
 
 
 def work(value: Any) -> Any:
-    """Note who works, and with how many others."""
     name = threading.current_thread().name
     RUNNING.append(name)
     threading.Event().wait(0.02)
@@ -115,8 +113,6 @@ def work(value: Any) -> Any:
 
 
 class Body(BaseModel):
-    """A body whose validation is work."""
-
     text: str
 
     @model_validator(mode="after")
@@ -125,7 +121,6 @@ class Body(BaseModel):
 
 
 def application() -> FastAPI:
-    """An application with one route, that works after it has read a body."""
     app, router = FastAPI(), APIRouter(route_class=JsonRoute)
 
     @router.post("/")

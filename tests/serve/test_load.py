@@ -22,8 +22,7 @@ from serve.conftest import ServerProcess
 from serve.test_server import running, until
 
 TOKENS = (6, 11, 24)
-LEAVE = 5
-"""One stream of so many hangs up."""
+LEAVE = 5  # one stream of so many hangs up
 
 
 SCHEMA = {
@@ -33,8 +32,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATTERN = "[A-Z]{2}-[0-9]{3}"
-ENOUGH = 60
-"""Tokens in which every text of the schema and the pattern fits."""
+ENOUGH = 60  # tokens in which every text of the schema and the pattern fits
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Form:
 
 
 def fits_schema(text: str) -> bool:
-    """Whether a text is JSON by the schema."""
     try:
         return jsonschema_rs.validator_for(SCHEMA).is_valid(json.loads(text))
     except json.JSONDecodeError:
@@ -81,13 +78,11 @@ class Asked:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The request."""
         decoding = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
         field = {} if self.form is None else self.form.field
         return {"prompt": self.prompt, "max_tokens": self.tokens, "stream": True, **decoding, **field}
 
     def alone(self, engine: slipstream.Engine) -> str:
-        """The text of the library for it, with nothing beside it."""
         options: dict[str, Any] = {} if self.form is None else {"grammar": self.form.grammar(engine)}
         if self.seed is not None:
             options |= {"temperature": 1.0, "seed": self.seed, "verify": "coupled"}
@@ -133,7 +128,6 @@ async def events(server: ServerProcess, body: Mapping[str, Any]) -> AsyncIterato
 
 
 async def stream(server: ServerProcess, asked: Asked, delay: float) -> Got:
-    """Read a stream, to its end or until it hangs up."""
     await asyncio.sleep(delay)
     text, seen = "", 0
     found = events(server, asked.body)
@@ -152,7 +146,6 @@ async def stream(server: ServerProcess, asked: Asked, delay: float) -> Got:
 
 
 async def stream_all(server: ServerProcess, asked: Sequence[Asked], seconds: float) -> list[Got]:
-    """All streams together, begun within so many seconds."""
     rng = random.Random(1)
     return list(await asyncio.gather(*(stream(server, one, rng.uniform(0, seconds)) for one in asked)))
 
@@ -171,7 +164,6 @@ def faults(asked: Sequence[Asked], got: Sequence[Got], texts: Sequence[str]) -> 
 
 
 def check_load(server: ServerProcess, engine: slipstream.Engine, count: int, seconds: float) -> None:
-    """Serve so many streams at a time, compare each with the library's text, and see that nothing is left over."""
     asked = mixed(count)
     got = asyncio.run(stream_all(server, asked, seconds))
     assert faults(asked, got, [one.alone(engine) for one in asked]) == []
@@ -191,7 +183,7 @@ def test_a_thousand_streams_are_not_lost_and_not_mixed_up(engine: slipstream.Eng
         check_load(server, engine, 1000, 2)
 
 
-VARIED: tuple[Mapping[str, Any], ...] = (
+VARIED: tuple[Mapping[str, Any], ...] = (  # requests of kinds that might want another graph
     {"n": 3, "temperature": 1, "seed": 5},
     {"logprobs": 2},
     {"temperature": 0.7, "top_p": 0.9},
@@ -204,11 +196,9 @@ VARIED: tuple[Mapping[str, Any], ...] = (
     {"prediction": {"type": "content", "content": "    return values"}},
     {"prompt": "# a long prompt\n" * 60},
 )
-"""Requests of kinds that might want another graph."""
 
 
 def graphs(http: httpx.Client) -> dict[str, float]:
-    """How many graphs the server has, by where they came from."""
     series = r'slipstream:graphs_total\{.*origin="(\w+)"\} (\S+)'
     return {origin: float(count) for origin, count in re.findall(series, http.get("/metrics").text)}
 
@@ -238,7 +228,6 @@ def test_lost_and_mixed_up_streams_are_found() -> None:
 
 
 def resident(server: ServerProcess) -> int:
-    """Memory of the server's process, in KiB."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
 

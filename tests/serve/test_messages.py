@@ -34,7 +34,6 @@ ADD: dict[str, Any] = {
 
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    """A client of the server."""
     with server.http(headers={"x-api-key": "none", "anthropic-version": "2023-06-01"}) as client:
         yield client
 
@@ -124,9 +123,7 @@ def test_turns_become_the_messages_of_a_chat() -> None:
             "role": "assistant",
             "content": "so",
             "reasoning_content": "hm",
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
-            ],
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": "5"},
         {

@@ -8,7 +8,6 @@ from slipstream.serve.settings import ServeSettings
 
 
 def salt(tenant: str, text: str | None) -> str:
-    """The salt of the cache for a tenant's request."""
     return engine_options(CompletionRequest(prompt="x", cache_salt=text), ServeSettings(("m",)), tenant)["cache_salt"]
 
 

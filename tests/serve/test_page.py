@@ -27,8 +27,6 @@ pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="there is no ch
 
 
 class Page:
-    """The page of a server in a browser."""
-
     def __init__(self, driver: webdriver.Chrome, server: ServerProcess) -> None:
         self.driver, self.server = driver, server
 
@@ -39,11 +37,9 @@ class Page:
         self.set("max-tokens", "24")
 
     def at(self, name: str) -> WebElement:
-        """The element of an id."""
         return self.driver.find_element(By.ID, name)
 
     def all(self, selector: str) -> list[WebElement]:
-        """The elements that a CSS selector finds."""
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def set(self, name: str, value: str) -> None:
@@ -51,11 +47,9 @@ class Page:
         self.driver.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, value)
 
     def wait(self, condition: Callable[[], object], seconds: float = 30) -> None:
-        """Wait until something is so."""
         WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(lambda _: condition())
 
     def say(self, text: str = PROMPT) -> None:
-        """Type a text into the field and press Enter."""
         self.at("text").send_keys(text, Keys.ENTER)
 
     def ask(self, text: str = PROMPT) -> str:
@@ -65,17 +59,14 @@ class Page:
         return self.answer()
 
     def answer(self) -> str:
-        """The text of the latest answer, as the tokens of it stand there."""
         [*_, latest] = self.all("#messages li.assistant")
         return "".join(span.get_property("textContent") for span in latest.find_elements(By.TAG_NAME, "span"))
 
     def color(self, element: WebElement) -> tuple[int, ...]:
-        """The background of an element."""
         found = re.findall(r"\d+", element.value_of_css_property("background-color"))
         return tuple(map(int, found[:3]))
 
     def media(self, scheme: str) -> None:
-        """Prefer light or dark."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 

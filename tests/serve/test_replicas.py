@@ -18,51 +18,33 @@ import pytest
 import yaml
 
 from serve.conftest import ServerProcess
-from slipstream.serve.cluster.routing import routing_key
-from slipstream.serve.cluster.scale import Scale
+from slipstream.serve.cluster.scale import Scale, routing_key
 
-POD = {"type": "object", "required": ["spec"], "properties": {"spec": {"type": "object", "required": ["containers"]}}}
+
+def obj(*required: str, **properties: Any) -> dict[str, Any]:
+    closed = {"additionalProperties": False} if properties else {}
+    return {"type": "object", "required": [*required], "properties": properties, **closed}
+
+
+POD = {"type": "object", "required": ["spec"], "properties": {"spec": obj("containers")}}
 GROUP = {"rayStartParams": {"type": "object"}, "template": POD}
 WORKERS = {name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas")}
-RAY_SERVICE = {
+WORKER = obj("groupName", "template", groupName={"type": "string"}, **WORKERS, **GROUP)
+HEAD = obj("template", **GROUP)
+RAY_SERVICE = {  # what KubeRay's definition of a RayService says of the fields that our manifest has
     "type": "object",
     "required": ["apiVersion", "kind", "metadata", "spec"],
     "properties": {
         "apiVersion": {"const": "ray.io/v1"},
         "kind": {"const": "RayService"},
-        "spec": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "serveConfigV2": {"type": "string"},
-                "rayClusterConfig": {
-                    "type": "object",
-                    "required": ["headGroupSpec"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "headGroupSpec": {
-                            "type": "object",
-                            "required": ["template"],
-                            "properties": GROUP,
-                            "additionalProperties": False,
-                        },
-                        "workerGroupSpecs": {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "required": ["groupName", "template"],
-                                "properties": {"groupName": {"type": "string"}, **WORKERS, **GROUP},
-                                "additionalProperties": False,
-                            },
-                        },
-                    },
-                },
-            },
-        },
+        "spec": obj(
+            serveConfigV2={"type": "string"},
+            rayClusterConfig=obj(
+                "headGroupSpec", headGroupSpec=HEAD, workerGroupSpecs={"type": "array", "items": WORKER}
+            ),
+        ),
     },
 }
-"""What KubeRay's definition of a RayService says of the fields that our manifest has."""
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -111,13 +93,11 @@ def answer(http: httpx.Client, prompt: str, **more: Any) -> httpx.Response:
 
 
 def workers(server: ServerProcess) -> list[int]:
-    """The processes of its replicas: no other cluster's on this machine."""
     found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:slipstream:Replica"], capture_output=True, text=True)
     return [pid for pid in map(int, found.stdout.split()) if server.process.pid in ancestors(pid)]
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """The processes that started a process, its own first."""
     while pid > 1:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
@@ -128,7 +108,6 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 def wait_for_two(server: ServerProcess) -> None:
-    """Until Ray has put another replica in the place of one that was killed."""
     end = time.monotonic() + 300
     while len(workers(server)) < 2 and time.monotonic() < end:
         time.sleep(0.5)

@@ -50,6 +50,7 @@ def test_a_response_is_the_chat_s_text(client: openai.OpenAI) -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == answer.output_text
+    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
 
 
 def test_a_called_function_is_an_item_of_the_output(client: openai.OpenAI) -> None:
@@ -70,7 +71,6 @@ def test_a_called_function_is_an_item_of_the_output(client: openai.OpenAI) -> No
 
 
 def second_turn(client: openai.OpenAI, **asked: Any) -> Any:
-    """The answer to the result of a call."""
     return client.responses.create(**{**ASKED, "tools": FORCED["tools"], **asked})
 
 
@@ -99,10 +99,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another item": ({"input": [{"type": "item_reference", "id": "none"}]}, "input"),
     "nothing": ({"input": []}, "input"),
     "a tool that others run": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    "a tool that is not there": (
-        {"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
-        "tool_choice",
-    ),
+    "a tool that is not there": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include"),
     "a conversation": ({"conversation": "conv_1"}, "conversation"),
     "an unknown item": ({"input": [{"type": "computer_call"}]}, "input[0].type"),
@@ -134,16 +131,10 @@ def test_a_kept_response_is_found_until_it_is_deleted(client: openai.OpenAI) -> 
             again(answer.id)
 
 
-def test_a_stream_that_is_cut_by_its_limit_ends_as_incomplete(client: openai.OpenAI) -> None:
-    *_, last = client.responses.create(**ASKED, stream=True)
-    assert last.type == "response.incomplete" and last.response.incomplete_details.reason == "max_output_tokens"
-
-
 # ---- without a server ----
 
 
 def messages(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    """The messages of a chat that items make."""
     body = ResponsesRequest.model_validate({"input": list(items), **fields})
     conversation = Conversations().resume(body, "", 0)
     return [each.model_dump(exclude_none=True) for each in as_chat(body, conversation.items).messages]
@@ -169,7 +160,6 @@ RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "1", "outpu
 
 
 def response(name: str) -> Any:
-    """Stands for a response of an id."""
     return SimpleNamespace(id=name)
 
 

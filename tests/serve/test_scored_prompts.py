@@ -19,7 +19,7 @@ from serve.conftest import ServerProcess
 from slipstream.models.loading.pairings import EMBEDDED
 
 TARGET = EMBEDDED / "target"
-ITEMS = [
+ITEMS = [  # texts with two continuations each, of which the first is the better one
     ("def add(a, b):\n    return", " a + b", " import os"),
     ("import", " os", " self"),
     ("for i in", " range(3):", " return x"),
@@ -31,7 +31,6 @@ ITEMS = [
     ("print(", "x)", " :"),
     ('"""Return the', ' value."""', ' naïve 日本."""'),
 ]
-"""Texts with two continuations each, of which the first is the better one."""
 
 
 @cache
@@ -47,7 +46,6 @@ def scores(ids: Sequence[int]) -> torch.Tensor:
 
 
 def likelihood(text: str, continuation: str) -> float:
-    """The log-likelihood of a continuation."""
     tokenizer = loaded()[0]
     before, ids = tokenizer.encode(text), tokenizer.encode(text + continuation)
     logs = scores(ids).gather(-1, torch.tensor(ids[1:])[:, None])

@@ -35,13 +35,11 @@ PROMPT = "def moving_average(values, window):"
 
 
 def running(http: httpx.Client) -> tuple[int, int]:
-    """Requests that run and that wait."""
     properties = http.get("/props").json()
     return properties["running"], properties["waiting"]
 
 
 def until(condition: Any, seconds: float = 120) -> None:
-    """Wait until something is so."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to be"
@@ -49,18 +47,15 @@ def until(condition: Any, seconds: float = 120) -> None:
 
 
 def long_body(**more: Any) -> dict[str, Any]:
-    """A request that takes a while."""
     return {"prompt": PROMPT, "max_tokens": 1500, "temperature": 1, "ignore_eos": True, **more}
 
 
 def take_time() -> None:
-    """Let every round last, so that texts are still being written when something happens to them."""
     step = Scheduler.step
     Scheduler.step = lambda scheduler: (time.sleep(0.05), step(scheduler))[1]  # type: ignore[method-assign]
 
 
 def slow_server() -> ServerProcess:
-    """A server whose long texts take seconds on any machine."""
     return ServerProcess.of(Command("serve", "--port", "0", "--target", "embedded", first=take_time))
 
 
@@ -134,7 +129,7 @@ def test_a_prompt_of_megabytes_is_refused_in_a_sentence(server: ServerProcess, m
 
 
 HALF = "\ud800"
-TEXTS: dict[str, list[Any]] = {
+TEXTS: dict[str, list[Any]] = {  # bodies with half of a character, in every field that holds a text
     "/v1/completions": [
         *({"prompt": "x", "max_tokens": 1, name: HALF} for name in ("stop", "cache_salt", "user", "model", "prompt")),
         {"prompt": ["x", HALF]},
@@ -154,7 +149,6 @@ TEXTS: dict[str, list[Any]] = {
     "/v1/responses": [{"input": HALF}, {"input": "x", "instructions": HALF}, {"input": "x", "metadata": {HALF: "x"}}],
     "/tokenize": [{"prompt": HALF}, {"messages": [{"role": "user", "content": HALF}]}],
 }
-"""Bodies with half of a character, in every field that holds a text."""
 
 
 @pytest.mark.parametrize("path", TEXTS)
@@ -356,7 +350,7 @@ def cut(lines: list[str]) -> bool:
     return bool(told and begun) and not any('"finish_reason":"' in line or "DONE" in line for line in begun)
 
 
-STRUCK = """
+STRUCK = """  # `slipstream` with a signal when a module is imported, or just before it says that it is ready
 import os
 import signal
 import sys
@@ -386,7 +380,6 @@ from slipstream.__main__ import main
 
 main()
 """
-"""`slipstream` with a signal when a module is imported, or just before it says that it is ready."""
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -419,7 +412,6 @@ def test_a_signal_before_it_is_ready_ends_a_command_in_one_line(
 
 
 def interrupt(*_: object) -> None:
-    """Send Ctrl-C to the main thread, and wait for ever."""
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait()
 
@@ -434,7 +426,6 @@ def test_ctrl_c_while_it_warms_up_ends_a_server_in_one_line() -> None:
 
 
 def break_when_asked(flag: Path) -> None:
-    """Let rounds fail as soon as there is such a file."""
     take_time()
     step = Scheduler.step
 

@@ -27,7 +27,6 @@ def hearing(folder: Path) -> Iterator[ServerProcess]:
 
 
 def asked(*parts: dict[str, Any]) -> dict[str, Any]:
-    """A body with sounds."""
     content = [*parts, {"type": "text", "text": QUESTION}]
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 10, "temperature": 0}
 

@@ -21,7 +21,7 @@ from slipstream.serve.tools import CallGrammar
 from slipstream.text.detokenize import Detokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
-HARMONY = {
+HARMONY = {  # A form in the way of gpt-oss: nothing is content unless a mark says so
     "start_anchor": "<|start|>assistant",
     "fields": {
         "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
@@ -35,8 +35,7 @@ HARMONY = {
         },
     },
 }
-"""A form in the way of gpt-oss: nothing is content unless a mark says so."""
-LISTS = {
+LISTS = {  # A form in the way of Mistral: a list of calls up to the end
     "start_anchor": "[/INST]",
     "fields": {
         "tool_calls": {
@@ -48,7 +47,6 @@ LISTS = {
         "content": {"close": "</s>"},
     },
 }
-"""A form in the way of Mistral: a list of calls up to the end."""
 CALL = '{"name": "add", "arguments": {"a": 7}}'
 GEMMA = '<|tool_call>call:add{a:7,b:<|"|>x<|"|>}<tool_call|>'
 FORMS: dict[str, tuple[str, Any, str, list[str]]] = {
@@ -92,7 +90,6 @@ def tokenizer() -> Any:
 
 
 def form(family: str) -> AnswerForm:
-    """The form of a family's answers."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
     kind, tokenizer.response_template = FORMS[family][:2]
     found = AnswerForm.of(model(kind), tokenizer, [ADD])
@@ -101,18 +98,15 @@ def form(family: str) -> AnswerForm:
 
 
 def model(kind: str) -> Any:
-    """Stands for a model of a type."""
     return SimpleNamespace(config=SimpleNamespace(model_type=kind))
 
 
 @pytest.fixture(scope="module", params=FORMS)
 def family(request: pytest.FixtureRequest) -> tuple[str, AnswerForm]:
-    """A family and its form."""
     return request.param, form(request.param)
 
 
 def streamed(made: AnswerForm, parts: list[str], most: int | None = None) -> list[Any]:
-    """What the form divides a text into, which comes in parts."""
     regions = made.regions([], most)
     return [delta for part in [*parts] for delta in regions.feed(part)] + [*regions.finish()]
 
@@ -239,19 +233,16 @@ def split(text: str, mark: str) -> Iterator[str]:
 
 
 def at_random(marks: list[str], chance: random.Random) -> str:
-    """A text of marks and characters in any order."""
     parts = [*marks, *marks, CALL, "a", " ", "\n", "<", ">", "|", "{", "}", '"', ":", "\\", "\x00", "\x01", "é", "🙂"]
     return "".join(chance.choice(parts) for _ in range(chance.randint(0, 30)))
 
 
 def in_parts(text: str, chance: random.Random) -> list[str]:
-    """A text in parts of any lengths, some of them empty."""
     places = sorted(chance.randint(0, len(text)) for _ in range(chance.randint(0, len(text))))
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def plain(message: Any) -> Any:
-    """A message without the ids of its calls."""
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     return message.content or "", message.reasoning_content, calls
 
@@ -301,12 +292,10 @@ def pieces(text: str, tokenizer: Any, stop: str | None = None) -> list[Piece]:
 
 
 def read(reader: Reader, text: str, tokenizer: Any, stop: str | None = None) -> Any:
-    """The message that a reader makes of a text."""
     return as_message([delta for piece in pieces(text, tokenizer, stop) for delta in reader(piece)])
 
 
 def by_family(made: AnswerForm) -> ByFamily:
-    """The reader for a form."""
     hidden = {number: str(token) for number, token in made.tokenizer.added_tokens_decoder.items() if token.special}
     printed = Detokenizer(lambda ids: made.tokenizer.decode(ids, skip_special_tokens=True))
     return ByFamily(made.regions([]), printed, hidden)

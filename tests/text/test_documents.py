@@ -24,7 +24,6 @@ from toys import FAMILIES, HF_VOCAB, scorer, tiny
 
 
 def documents(*sources: Path, field: str | None = None) -> list[object]:
-    """What is read, arrays as lists."""
     found = (document for _, document in read([str(source) for source in sources], field))
     return [document.tolist() if isinstance(document, np.ndarray) else document for document in found]
 
@@ -61,7 +60,6 @@ def test_a_chat_without_an_answer_is_written_by_the_template(tmp_path: Path) -> 
 
 
 def talk(content: str) -> dict[str, str]:
-    """A message of the assistant."""
     return {"role": "assistant", "content": content}
 
 

@@ -15,7 +15,6 @@ VALUES = st.recursive(SINGLES, lambda inner: st.lists(inner) | st.tuples(inner) 
 
 
 def refuse(name: str) -> None:
-    """What a strict reader does with NaN and Infinity."""
     raise AssertionError(f"bare {name}")
 
 

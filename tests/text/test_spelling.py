@@ -60,7 +60,6 @@ def stopped(name: str, prompt: Sequence[int], output: Sequence[int], stops: Sequ
 
 
 def some_tokens(name: str, rng: random.Random, count: int) -> list[int]:
-    """Random tokens, half of them the bytes of characters that are whole or broken off."""
     tokens, size = list[int](), len(tongue(name))
     while len(tokens) < count:
         wide = tongue(name).encode(rng.choice("😀é日ß"), add_special_tokens=False)

@@ -12,7 +12,6 @@ STAMPS = Stamps(100, 0.02)
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Words of one letter; token 0 ends a text."""
     return "".join(f" {chr(96 + token)}" for token in tokens if token)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from slipstream.measure.replay import request_for
 from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.loading.load import load_model
 
-Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]
-"""A function that decodes requests and yields their rounds, as `rounds` does."""
+Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]  # decodes requests, as `rounds` does
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,11 @@ def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()
     for side in sides:
         if not isinstance(side.engine.decoder.drafter, NoDraft):
             rules = [side.engine.choose(name) for name in settings.rules] or [side.engine.rule]
-            contenders += [_speculative(side, each, gamma) for each in rules for gamma in settings.gammas]
+            for rule, gamma in product(rules, settings.gammas):
+                decoder = replace(_ruled(side.engine.decoder, rule), controller=Fixed(gamma))
+                made = ours(SPECULATIVE, decoder, gamma)
+                contenders.append(replace(made, draft=side.draft, rule=rule.name, execution=side.execution))
     return contenders + _transformers(engine, settings)
-
-
-def _speculative(side: Side, chosen: Rule, gamma: int) -> Contender:
-    decoder = replace(_ruled(side.engine.decoder, chosen), controller=Fixed(gamma))
-    contender = ours(SPECULATIVE, decoder, gamma)
-    return replace(contender, draft=side.draft, rule=chosen.name, execution=side.execution)
 
 
 def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
@@ -69,7 +66,6 @@ def _ruled(decoder: Decoder, chosen: Rule) -> Decoder:
 
 
 def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
-    """Return the contenders of transformers that can run with these models, loaded without packed weights."""
     everyone = scorers(engine.decoder)
     models = [untouched(scorer) for scorer in everyone if isinstance(scorer, HasModel)]
     if len(models) < len(everyone):
@@ -101,13 +97,7 @@ def ours(name: str, decoder: Decoder, gamma: int | None = None, play: Play = rou
         sampler, rows, count = Sampling(temperature=task.temperature), dict[int, Row](), 0
         requests = [
             request_for(
-                prompt,
-                sampler,
-                task.max_new_tokens,
-                copy=index,
-                eos=task.eos,
-                seed=task.seed,
-                frame=task.frame,
+                prompt, sampler, task.max_new_tokens, copy=index, eos=task.eos, seed=task.seed, frame=task.frame
             )
             for index, prompt in enumerate(task.prompts)
         ]

@@ -25,13 +25,11 @@ def generate(model: PreTrainedModel, begin: Sequence[int] = ()) -> Contender:
 
 
 def assisted(target: PreTrainedModel, draft: PreTrainedModel, gamma: int) -> Contender:
-    """Make the contender of assisted generation with a constant gamma; it takes one row at a time."""
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return _assisted(ASSISTED, target, draft, {"num_assistant_tokens": gamma, **constant})
 
 
 def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
-    """Make the contender of assisted generation with the default draft length and confidence threshold."""
     return _assisted(ASSISTED_AUTO, target, draft, {})
 
 
@@ -55,13 +53,13 @@ def lookup(model: PreTrainedModel, gamma: int) -> Contender:
 
 
 def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = (), **arguments: Any) -> Output:
-    eos, tokens = sorted(task.eos), list[list[int]]()
+    eos, tokens, calls = sorted(task.eos), list[list[int]](), list[None]()
     limits = {"max_new_tokens": task.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": (eos or [0])[0]}
     limits |= {"decoder_start_token_id": begin[0]} if begin else {}
     sampling = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
     with (
         _configured(model, **limits, **(sampling if task.temperature else {"do_sample": False})),
-        _counted(model) as calls,
+        model.register_forward_hook(lambda *_: calls.append(None)),  # at every pass
     ):
         for start in range(0, len(task.prompts), task.batch):
             texts = task.prompts[start : start + task.batch]
@@ -72,7 +70,6 @@ def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = ()
 
 
 def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Return the inputs of `generate`: prompts padded on the left, or sources padded on the right for encoders."""
     attended = [[1] * len(text) for text in texts]
     if begin:
         inputs = {"input_ids": texts, "attention_mask": attended, "decoder_input_ids": [begin] * len(texts)}
@@ -81,17 +78,6 @@ def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.
         return {**{name: padded(rows, device) for name, rows in inputs.items()}, CACHE: cache}
     ids = padded([text[::-1] for text in texts], device).flip(1)
     return {"input_ids": ids, "attention_mask": padded(attended, device).flip(1)}
-
-
-@contextmanager
-def _counted(model: PreTrainedModel) -> Iterator[list[None]]:
-    """Yield a list that gets an entry at every forward pass of the model."""
-    calls: list[None] = []
-    hook = model.register_forward_hook(lambda *_: calls.append(None))
-    try:
-        yield calls
-    finally:
-        hook.remove()
 
 
 @contextmanager

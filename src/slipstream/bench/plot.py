@@ -1,16 +1,27 @@
-"""Plots a report: a bar per contender, with the spread over the repetitions."""
+"""Plots a report: a bar per contender, with the spread over the repetitions; and checks where plots can be written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from slipstream.bench.records import BenchReport, Result
-from slipstream.files import atomic_write
+from slipstream.files import Picture, atomic_write, check_writable
+
+
+def check_plot(file: Path | str, force: bool = False, inputs: Iterable[str] = ()) -> None:
+    """Raises ValueError, in one sentence, if no plot can be written there; `inputs` are never replaced."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("a plot needs matplotlib: pip install 'slipstream[plot]'.") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(file).suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {file} has no kind of picture at its end: use one of {', '.join(sorted(kinds))}.")
+    check_writable(Path(file), Picture(), force, inputs)
 
 
 def plot(report: BenchReport, path: Path, label: Callable[[Result], str]) -> None:
-    """Plot tokens per second to a file, a panel per batch and temperature; `label` names a row."""
     from matplotlib.figure import Figure
 
     races = list(dict.fromkeys((row.batch, row.temperature) for row in report.rows))

@@ -19,7 +19,7 @@ GENERATE, ASSISTED = "transformers generate", "transformers assisted"
 ASSISTED_AUTO, LOOKUP = "transformers auto", "transformers lookup"
 EAGER, COMPILED = "eager", "compiled"
 
-PROMPTS = (
+PROMPTS = (  # beginnings of Python programs, for a benchmark without a file; the quick one takes the first four
     'def moving_average(values, window):\n    """Return the mean of every run of `window` consecutive values."""\n',
     'def is_palindrome(text):\n    """Return True if the text reads the same backwards, ignoring case and spaces."""\n',
     'def merge(left, right):\n    """Merge two sorted lists.\n\n    >>> merge([1, 4], [2])\n    [1, 2, 4]\n    """\n',
@@ -37,7 +37,6 @@ PROMPTS = (
     'def roman(number):\n    """Write a number between 1 and 3999 in Roman numerals."""\n',
     'def retry(function, attempts=3):\n    """Call a function until it does not raise, at most `attempts` times."""\n',
 )
-"""Beginnings of Python programs, for a benchmark without a file; the quick one takes the first four."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,10 @@ class Output:
 
     @property
     def emitted(self) -> int:
-        """The number of new tokens of all prompts."""
         return sum(map(len, self.tokens))
 
     @property
     def speed(self) -> float:
-        """The tokens per second of the whole call."""
         return self.emitted / self.seconds
 
 
@@ -170,5 +167,4 @@ class BenchReport:
     interrupted: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values, without tuples."""
         return json.loads(json_text(asdict(self)))

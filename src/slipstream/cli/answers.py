@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, TextIO
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
 
 from slipstream.core.signals import undisturbed
 from slipstream.text.jsontext import json_text
+
+if TYPE_CHECKING:
+    from slipstream.engine.generation import Completion
 
 
 @dataclass
@@ -22,3 +25,13 @@ class Answers:
             self.stream.write(f"{line}\n")
             self.stream.flush()
             self.written.add(index)
+
+
+def answer_as_dict(completion: Completion) -> dict[str, Any]:
+    names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
+    record = {name: getattr(completion, name) for name in ("error", *names) if name != "error" or completion.error}
+    if completion.logprobs is not None:
+        record["logprobs"] = [asdict(each) for each in completion.logprobs]
+    if completion.score is not None:
+        record["score"] = completion.score
+    return {**record, "stats": completion.stats.as_dict()}

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -20,11 +20,7 @@ from slipstream.core.signals import end_commands
 from slipstream.files import WriteError, reason
 from slipstream.version import __version__
 
-BROKEN_PIPE, WRONG = 1, 2
-"""The exit codes for output that cannot be written or is not read any more, and for wrong input."""
-
-MOST_NAMES = 5
-"""The greatest number of files that a message names; the others are only counted."""
+BROKEN_PIPE, WRONG = 1, 2  # exit codes: output that nobody reads, wrong input
 
 
 class Reporting:
@@ -39,7 +35,6 @@ class Reporting:
             return super().invoke(context)  # type: ignore[misc]
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run a command and exit with its code."""
         quiet()
         if fault := open_streams():
             sys.exit(fault)
@@ -100,23 +95,18 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with _as_lost_output():
-            return self._stream.write(text)
+        return self._tried(self._stream.write, text)
 
     def flush(self) -> None:
-        with _as_lost_output():
-            self._stream.flush()
+        self._tried(self._stream.flush)
 
-
-@contextmanager
-def _as_lost_output() -> Iterator[None]:
-    """Turn errors of writing to standard output into `LostOutput`, except a closed pipe."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise LostOutput(f"cannot write to standard output: {error.strerror}.") from error
+    def _tried(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return work(*arguments)
+        except BrokenPipeError:  # nobody reads any more
+            raise
+        except OSError as error:
+            raise LostOutput(f"cannot write to standard output: {error.strerror}.") from error
 
 
 @contextmanager
@@ -136,7 +126,6 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def open_streams() -> int:
-    """Replace standard streams that are closed -> 0, or an exit code if standard output is closed."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdin is None:
@@ -202,19 +191,11 @@ def _sentence(error: Exception) -> str:
 
 
 def tell(notes: Iterable[str]) -> None:
-    """Write notes to stderr, such as choices made while loading."""
     for note in notes:
         say(f"note: {note}")
 
 
-def tell_skipped(files: Sequence[Path]) -> None:
-    if files:
-        names = ", ".join(map(str, files[:MOST_NAMES])) + (", ..." if len(files) > MOST_NAMES else "")
-        say(f"note: of the folders {len(files)} files were skipped, which are no text in UTF-8: {names}")
-
-
 def quiet() -> None:
-    """Turn off the progress bars and warnings of transformers; errors are still raised."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("transformers").setLevel(logging.ERROR)

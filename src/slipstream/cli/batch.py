@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,34 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import console, countdown
-from slipstream.cli.options import (
-    OUTPUT,
-    REPORT_JSON,
-    Forms,
-    Lossless,
-    asked_models,
-    grouped,
-    own,
-    panel,
-    with_options,
-    written_parameters,
-)
-from slipstream.cli.serve import (
-    ADDRESS,
-    CACHE,
-    CHAT_TEMPLATE,
-    CLUSTER,
-    MAX_ROWS,
-    MEMORY,
-    NAMES,
-    SERVED,
-    SERVER,
-    missing_libraries,
-    needed,
-    recipe_of,
-)
+from slipstream.cli.serve import ADDRESS, SERVED, Shared, missing_libraries, needed, recipe_of
 from slipstream.cli.settings import call_options, read_form
 from slipstream.core.model_options import MODEL_OPTIONS
 from slipstream.core.options import REQUEST_FIELDS
@@ -59,24 +34,21 @@ File = Annotated[
     str,
     typer.Argument(metavar="FILE", help="Prompts: JSON lines, OpenAI's batch format, text, or Parquet; - is stdin."),
 ]
-BatchOptions = panel(
-    SERVER, names=NAMES, chat_template=CHAT_TEMPLATE, max_rows=MAX_ROWS, cache_bytes=CACHE, memory=MEMORY
-)
-Actors = panel(
-    CLUSTER,
-    ray=own(bool, False, "Answer on a Ray cluster, by actors that each hold the models."),
-    actors=own(int | None, None, "Actors. Without: one per GPU, or one per node where there are none.", "N", min=1),
+Actors = opt.panel(
+    "Cluster",
+    ray=opt.own(bool, False, "Answer on a Ray cluster, by actors that each hold the models."),
+    actors=opt.own(int | None, None, "Actors. Without: one per GPU, or one per node where there are none.", "N", min=1),
     ray_address=ADDRESS,
 )
-Output = panel(
-    OUTPUT,
-    out=own(
+Output = opt.panel(
+    "Output",
+    out=opt.own(
         str,
         inspect.Parameter.empty,
         "The file of answers: JSON lines, or a table if it ends in .parquet; - prints them as they come.",
     ),
-    force=own(bool, False, "Replace an existing file of answers, and begin again."),
-    as_json=REPORT_JSON,
+    force=opt.own(bool, False, "Replace an existing file of answers, and begin again."),
+    as_json=opt.REPORT_JSON,
 )
 
 FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
@@ -84,9 +56,9 @@ FORM_FIELDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "lar
 
 
 @app.command()
-@with_options(
-    panel(None, chat=own(bool, False, "Wrap prompts that are texts in the target's chat template.")),
-    *(Lossless, BatchOptions, Actors, Output, SERVED, grouped("sampling", "samples"), Forms),
+@opt.with_options(
+    opt.panel(None, chat=opt.own(bool, False, "Wrap prompts that are texts in the target's chat template.")),
+    *(opt.Lossless, Shared, Actors, Output, SERVED, opt.grouped("sampling", "samples"), opt.Forms),
 )
 def batch(context: typer.Context, file: File) -> None:
     """Answer a file of prompts, each exactly once, however often the run is interrupted.
@@ -98,13 +70,24 @@ def batch(context: typer.Context, file: File) -> None:
 
     Example: slipstream batch prompts.jsonl --out answers.jsonl --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
     """
-    from slipstream.serve.batch.journal import ENDING, Journal, Printed
+    from slipstream.models.loading.origin import source_name
+    from slipstream.serve.batch.journal import ENDING, MARK, Journal, Printed
     from slipstream.serve.batch.lines import read_lines
+    from slipstream.serve.settings import Limits, ServeSettings
 
     params = context.params
     out, force = params["out"], params["force"]
-    recipe, defaults = _recipe(context), _defaults(context)
-    _check_out(file, out, force)
+    limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)  # only memory limits a batch
+    names = tuple(params["names"] or [source_name(params["target"]) or "embedded"])
+    settings = ServeSettings(names, max_queue=1 << 30, lossless=params["lossless"], limits=limits)
+    recipe, defaults = recipe_of(opt.asked_models(context), settings, params), _defaults(context)
+    if out.endswith(".parquet") and not find_spec("pyarrow"):
+        raise ValueError(f"{out}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
+    if out != "-":
+        inputs = [] if file == "-" else [file]
+        check_writable(out, TextFileKind("file of answers", '"'), force, inputs)
+        kept = TextFileKind("journal of a batch", MARK)
+        check_writable(f"{out}{ENDING}", kept, True, inputs)  # replaced only if it is one
     given = read_lines(file, params["chat"])
     facts = _facts(params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
@@ -113,69 +96,30 @@ def batch(context: typer.Context, file: File) -> None:
     for form in {line.form.name: line.form for line in lines}.values():
         columns |= form.columns
     with nullcontext(Printed(sys.stdout)) if out == "-" else Journal(Path(out), facts, columns, force) as sink:
-        tally = BatchCounts(len(lines), len(sink.answered), failed=sink.failed)
-        if tally.resumed:
-            say(f"note: {tally.resumed} of {len(lines)} prompts are answered already, in {out}{ENDING}.")
-        code = _run(runner, recipe, lines, sink, tally)
+        # Earlier runs answered the resumed prompts, this one the answered; failed ones of both have an error.
+        counts: dict[str, Any] = {
+            "prompts": len(lines),
+            "resumed": len(sink.answered),
+            "answered": 0,
+            "failed": sink.failed,
+        }
+        counts |= {"tokens": 0, "seconds": 0.0}
+        if counts["resumed"]:
+            say(f"note: {counts['resumed']} of {len(lines)} prompts are answered already, in {out}{ENDING}.")
+        code = _run(runner, recipe, lines, sink, counts)
     if params["as_json"]:
-        print(json_text(tally.as_dict()), file=sys.stderr if out == "-" else sys.stdout)
+        print(json_text(counts), file=sys.stderr if out == "-" else sys.stdout)
     else:
-        say(tally.sentence)
-    raise typer.Exit(code or (WRONG if tally.failed else 0))
-
-
-@dataclass
-class BatchCounts:
-    """The counts of a batch: `resumed` prompts were answered by an earlier run, and `answered` ones by this one.
-
-    `failed` counts those of both that have an error; tokens and seconds, loading included, are this run's.
-    """
-
-    prompts: int
-    resumed: int = 0
-    answered: int = 0
-    failed: int = 0
-    tokens: int = 0
-    began: float = field(default_factory=monotonic)
-    seconds: float = 0.0
-
-    def count(self, answer: ServerReply) -> None:
-        self.answered += 1
-        self.failed += bool(answer.error)
-        self.tokens += answer.tokens
-        self.seconds = monotonic() - self.began
-
-    @property
-    def done(self) -> int:
-        """The number of prompts that are answered, by this run or an earlier one."""
-        return self.resumed + self.answered
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("prompts", "resumed", "answered", "failed", "tokens", "seconds")}
-
-    @property
-    def sentence(self) -> str:
-        failed = f", {self.failed} of them with an error" if self.failed else ""
-        return (
-            f"{self.done} of {self.prompts} prompts are answered{failed}: {self.tokens} tokens in {self.seconds:.1f} s."
-        )
-
-
-def _recipe(context: typer.Context) -> Recipe:
-    from slipstream.models.loading.origin import source_name
-    from slipstream.serve.settings import Limits, ServeSettings
-
-    params = context.params
-    limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)  # only memory limits a batch
-    names = tuple(params["names"] or [source_name(params["target"]) or "embedded"])
-    settings = ServeSettings(names, max_queue=1 << 30, lossless=params["lossless"], limits=limits)
-    return recipe_of(asked_models(context), settings, params)
+        failed = f", {counts['failed']} of them with an error" if counts["failed"] else ""
+        spent = f"{counts['tokens']} tokens in {counts['seconds']:.1f} s"
+        say(f"{counts['resumed'] + counts['answered']} of {len(lines)} prompts are answered{failed}: {spent}.")
+    raise typer.Exit(code or (WRONG if counts["failed"] else 0))
 
 
 def _defaults(context: typer.Context) -> LineDefaults:
     from slipstream.serve.batch.lines import LineDefaults
 
-    params, written = context.params, written_parameters(context)
+    params, written = context.params, opt.written_parameters(context)
     options = {
         name: value for name, value in call_options(params, written).items() if name in written and name != "seed"
     }
@@ -200,20 +144,6 @@ def _facts(
     law = {name: params[name] for name in (*same, "chat", "seed")}
     settings = [law, dict(defaults.body), dict(defaults.plain), template]
     return {"settings": fingerprint(settings), "prompts": fingerprint(line.facts for line in lines)}
-
-
-def _check_out(file: str, out: str, force: bool) -> None:
-    from slipstream.serve.batch.journal import ENDING, MARK
-
-    if out == "-":
-        return
-    if out.endswith(".parquet") and not find_spec("pyarrow"):
-        raise ValueError(f"{out}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
-    inputs = [] if file == "-" else [file]
-    check_writable(out, TextFileKind("file of answers", '"'), force, inputs)
-    check_writable(
-        f"{out}{ENDING}", TextFileKind("journal of a batch", MARK), True, inputs
-    )  # replaced only if it is one
 
 
 def _runner(params: dict[str, Any], lines: list[BatchLine]) -> Callable[[Recipe, list[BatchLine], Keep], None]:
@@ -246,20 +176,22 @@ def _run(
     recipe: Recipe,
     lines: list[BatchLine],
     sink: Any,
-    tally: BatchCounts,
+    counts: dict[str, Any],
 ) -> int:
-    """Answer the lines that the sink lacks, with a progress bar on a terminal -> the exit code."""
     from slipstream.serve.batch.forms import refused
 
-    left = [line for line in lines if line.index not in sink.answered]
-    with countdown(console(stderr=True), tally.prompts, say) as show:
+    left, began = [line for line in lines if line.index not in sink.answered], monotonic()
+    with countdown(console(stderr=True), len(lines), say) as show:
 
         def keep(line: BatchLine, answer: ServerReply) -> None:
             sink.write(line, answer)
-            tally.count(answer)
+            counts["answered"] += 1
+            counts["failed"] += bool(answer.error)
+            counts["tokens"] += answer.tokens
+            counts["seconds"] = monotonic() - began
             if answer.error:
                 say(f"prompt {line.index + 1}: {answer.error}")
-            show(tally.done, tally.failed)
+            show(counts["resumed"] + counts["answered"], counts["failed"])
 
         try:
             for line in left:

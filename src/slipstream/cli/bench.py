@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,72 +10,63 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.console import busy, console, figures_table, steps
-from slipstream.cli.options import (
-    BATCH,
-    FORCE,
-    MODELS,
-    OUTPUT,
-    PROMPTS,
-    SAMPLING,
-    asked_models,
-    grouped,
-    options_of,
-    own,
-    panel,
-    with_options,
-)
 from slipstream.core.model_options import ModelOptions
 from slipstream.models.loading.pairings import draft_of
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, usable
 
 if TYPE_CHECKING:
-    from slipstream.bench import BenchReport, Result, Side
+    from slipstream.bench.contenders import Side
+    from slipstream.bench.records import BenchReport, Result
     from slipstream.engine.engine import Engine
 
 
-Work = panel(
+Work = opt.panel(
     None,
-    quick=own(bool, False, "Two minutes at most: up to 4 prompts, 48 tokens, gamma 5, batch 1."),
-    file=PROMPTS,
-    repetitions=own(int | None, None, "How often everything is measured.", "N", min=1),
+    quick=opt.own(bool, False, "Two minutes at most: up to 4 prompts, 48 tokens, gamma 5, batch 1."),
+    file=opt.PROMPTS,
+    repetitions=opt.own(int | None, None, "How often everything is measured.", "N", min=1),
 )
-Raced = panel(
-    MODELS,
-    draft=own(list[str] | None, None, "As in other commands. Repeatable: each is measured.", "MODEL"),
-    gamma=own(list[int] | None, None, "Tokens drafted per round. Repeatable.", "N", min=1),
-    verify=own(list[str] | None, None, "Acceptance rule of ours. Repeatable.", "RULE"),
-    batch=BATCH,
+Raced = opt.panel(
+    "Models",
+    draft=opt.own(list[str] | None, None, "As in other commands. Repeatable: each is measured.", "MODEL"),
+    gamma=opt.own(list[int] | None, None, "Tokens drafted per round. Repeatable.", "N", min=1),
+    verify=opt.own(list[str] | None, None, "Acceptance rule of ours. Repeatable.", "RULE"),
+    batch=opt.BATCH,
 )
-Texts = panel(
-    SAMPLING,
-    temperature=own(list[float] | None, None, "0 is greedy. Repeatable.", "X", min=0.0),
-    max_new_tokens=own(int | None, None, "Tokens of every completion.", "N", min=1),
-    stop_at_eos=own(bool, False, "End at EOS instead of the same length for all."),
+Texts = opt.panel(
+    "Sampling",
+    temperature=opt.own(list[float] | None, None, "0 is greedy. Repeatable.", "X", min=0.0),
+    max_new_tokens=opt.own(int | None, None, "Tokens of every completion.", "N", min=1),
+    stop_at_eos=opt.own(bool, False, "End at EOS instead of the same length for all."),
 )
-Output = panel(
-    OUTPUT,
-    plot=own(Path | None, None, "Also draw the speeds, as .png, .svg or .pdf.", "FILE"),
-    force=FORCE,
-    as_json=own(bool, False, "The whole report as one JSON object, nothing else.", flag="--json"),
+Output = opt.panel(
+    "Output",
+    plot=opt.own(Path | None, None, "Also draw the speeds, as .png, .svg or .pdf.", "FILE"),
+    force=opt.FORCE,
+    as_json=opt.own(bool, False, "The whole report as one JSON object, nothing else.", flag="--json"),
 )
 
 
 @app.command()
-@with_options(
-    *(Work, Raced, Texts, Output, options_of(["target", "compile"])),
-    grouped("target", "task", "threads", without=["tp_plan"]),
+@opt.with_options(
+    *(Work, Raced, Texts, Output, opt.options_of(["target", "compile"])),
+    opt.grouped("target", "task", "threads", without=["tp_plan"]),
 )
 def bench(context: typer.Context) -> None:
     """Measure speed: plain and speculative, ours and transformers', the same prompts counted by the same code.
 
     Example: slipstream bench --quick --plot speed.png
     """
-    with busy(console(stderr=True), "starting"):
-        from slipstream.bench import FULL, QUICK, line_up, measure
-    from slipstream.measure.pictures import check_plot
+    with busy("starting"):
+        from slipstream.bench.contenders import line_up
+        from slipstream.bench.plot import plot as draw
+        from slipstream.bench.race import measure
+        from slipstream.bench.records import FULL, PROMPTS, QUICK
+    from slipstream.bench.plot import check_plot
 
     params = context.params
     quick, file, draft, plot = (params[name] for name in ("quick", "file", "draft", "plot"))
@@ -85,18 +76,29 @@ def bench(context: typer.Context) -> None:
     settings = replace(QUICK if quick else FULL, ignore_eos=not params["stop_at_eos"], **chosen)
     if plot:
         check_plot(plot, params["force"], [file] if file else [])
-    prompts = _prompts(file, max(4, *settings.batches) if quick else None)
-    with busy(console(stderr=True), "loading"):
+    most = max(4, *settings.batches) if quick else None
+    items = usable(gather([], file, chat=False)[:most]) if file else []
+    prompts = [item.prompt for item in items] or list(PROMPTS[:most])
+    with busy("loading"):
         sizes = settings.gammas if params["compile"] else ()
-        models = asked_models(context, draft=None, gamma=None, verify=None, compile=False)
+        models = opt.asked_models(context, draft=None, gamma=None, verify=None, compile=False)
         engine, others = _engines(models, draft or [], sizes)
     tell(engine.notes)
     tell(note for side in others for note in side.engine.notes)
     if not draft and draft_of(models.target) is None:
         say("note: without --draft there is only plain decoding and prompt lookup to measure.")
-    with steps(console(stderr=True)) as on_run:
+    with steps() as on_run:
         report = measure(engine, prompts, settings, line_up(engine, settings, others), on_run=on_run)
-    _publish(report, plot, params["as_json"])
+    if params["as_json"]:
+        print(json_text(report.as_dict(), ensure_ascii=False))
+    else:
+        _show(report, console())
+    if plot:
+        draw(report, plot, row_names(report.rows))
+        say(f"wrote {plot}")
+    if report.interrupted:
+        say(f"interrupted: {len(report.rows)} rows were measured.")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, list[Side]]:
@@ -104,7 +106,7 @@ def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]
 
     With `sizes` there is a compiled one too, whose draft has a graph for chains of each size.
     """
-    from slipstream.bench import Side
+    from slipstream.bench.contenders import Side
     from slipstream.bench.records import COMPILED
     from slipstream.engine.load import alone, load
     from slipstream.execution.draft_graphs import DraftsInGraphs
@@ -129,28 +131,6 @@ def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]
                 model.make_draft_graphs(sizes, say)
         others.append(Side(fast, found[-1].name if (found := scorers(engine.decoder)[1:]) else first, COMPILED))
     return engine, others
-
-
-def _publish(report: BenchReport, picture: Path | None, as_json: bool) -> None:
-    from slipstream.bench.plot import plot
-
-    if as_json:
-        print(json_text(report.as_dict(), ensure_ascii=False))
-    else:
-        _show(report, console())
-    if picture:
-        plot(report, picture, row_names(report.rows))
-        say(f"wrote {picture}")
-    if report.interrupted:
-        say(f"interrupted: {len(report.rows)} rows were measured.")
-        raise typer.Exit(INTERRUPTED)
-
-
-def _prompts(file: str | None, most: int | None) -> list[Any]:
-    from slipstream.bench import PROMPTS
-
-    items = usable(gather([], file, chat=False)[:most]) if file else []
-    return [item.prompt for item in items] or list(PROMPTS[:most])
 
 
 # ---- printing ---------------------------------------------------------------------------------------------------
@@ -187,16 +167,12 @@ def _show(report: BenchReport, screen: Console) -> None:
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
     what = f"{facts['rule']} verification, {facts['target'].get('dtype')}"
     screen.print(f"\n{LEGEND}\n{place}; {what}; {versions}", style="dim")
-    for warning in _warnings(facts):
-        screen.print(warning, style="bold")
-
-
-def _warnings(facts: dict[str, Any]) -> Iterator[str]:
     load = (facts["load_average"] or [0])[0] / (facts["cores"] or 1)
     if load > 0.5:
-        yield f"The machine was busy before (load {load:.1f} per core): the figures mean little."
-    if facts["device"] == "cpu" and facts["bfloat16"] == "emulated" and "bfloat16" in str(facts["target"].get("dtype")):
-        yield "This processor does not multiply bfloat16 itself: float32 may be faster."
+        screen.print(f"The machine was busy before (load {load:.1f} per core): the figures mean little.", style="bold")
+    emulated = facts["device"] == "cpu" and facts["bfloat16"] == "emulated"
+    if emulated and "bfloat16" in str(facts["target"].get("dtype")):
+        screen.print("This processor does not multiply bfloat16 itself: float32 may be faster.", style="bold")
 
 
 def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:

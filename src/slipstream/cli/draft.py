@@ -8,28 +8,12 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import app
-from slipstream.cli.console import busy, console
-from slipstream.cli.options import (
-    CHAT,
-    FORCE,
-    OUTPUT,
-    REPORT_JSON,
-    Device,
-    Dtype,
-    Target,
-    Where,
-    options_of,
-    own,
-    panel,
-    refuse_others,
-    with_options,
-)
+from slipstream.cli.console import busy
 from slipstream.text.jsontext import json_text
 
-NONE_WORKS = 1
-"""The exit code if no draft can be used."""
-
+NONE_WORKS = 1  # exit code if no draft can be used
 drafts = typer.Typer(no_args_is_help=True)
 app.add_typer(drafts, name="draft")
 
@@ -59,43 +43,39 @@ Sources = Annotated[
     ),
 ]
 EXIT = "exit"
-Read = panel(
-    None,
-    field=own(str | None, None, "Of JSON lines: where the document is.", "NAME"),
-    chat=CHAT,
-)
-Ngrams = panel(
+Read = opt.panel(None, field=opt.own(str | None, None, "Of JSON lines: where the document is.", "NAME"), chat=opt.CHAT)
+Ngrams = opt.panel(
     "ngram:FILE",
-    order=own(int, 3, "The longest n-gram.", "N", min=1, max=5),
-    vocab=own(int | None, None, "Size of the target's logits; else by its config.", "N"),
+    order=opt.own(int, 3, "The longest n-gram.", "N", min=1, max=5),
+    vocab=opt.own(int | None, None, "Size of the target's logits; else by its config.", "N"),
 )
-Heads = panel(
+Heads = opt.panel(
     "heads:DIR",
-    count=own(int, 4, "Heads, and so the most tokens.", "N", "--heads", min=1),
-    inner=own(int, 0, "Hidden units; 0: as a layer of the target.", "N", min=0),
-    steps=own(int, 1000, "Steps of the whole training.", "N", min=1),
-    rows=own(int, 4, "Windows of text in a step.", "N", min=1),
-    length=own(int, 256, "Tokens of a window.", "N", min=3),
-    rate=own(float, 2e-3, "Learning rate.", "X"),
-    blind=own(bool, False, "Do not see the pending token, as in Stern et al."),
-    bfloat16=own(bool, False, "Multiply in bfloat16: faster where that works."),
+    count=opt.own(int, 4, "Heads, and so the most tokens.", "N", "--heads", min=1),
+    inner=opt.own(int, 0, "Hidden units; 0: as a layer of the target.", "N", min=0),
+    steps=opt.own(int, 1000, "Steps of the whole training.", "N", min=1),
+    rows=opt.own(int, 4, "Windows of text in a step.", "N", min=1),
+    length=opt.own(int, 256, "Tokens of a window.", "N", min=3),
+    rate=opt.own(float, 2e-3, "Learning rate.", "X"),
+    blind=opt.own(bool, False, "Do not see the pending token, as in Stern et al."),
+    bfloat16=opt.own(bool, False, "Multiply in bfloat16: faster where that works."),
 )
-Exits = panel(
+Exits = opt.panel(
     EXIT,
-    gamma=own(int, 3, "Tokens drafted while layers are tried.", "N", min=1),
-    first=own(bool, False, "Try the first layers only, no sets with skipped ones."),
+    gamma=opt.own(int, 3, "Tokens drafted while layers are tried.", "N", min=1),
+    first=opt.own(bool, False, "Try the first layers only, no sets with skipped ones."),
 )
-Writing = options_of(
+Writing = opt.options_of(
     ("max_new_tokens", "temperature", "seed", "batch_size", "quantize"),
     max_new_tokens=64,
     temperature=None,
     batch_size=None,
 )
-Output = panel(OUTPUT, force=FORCE, as_json=REPORT_JSON)
+Output = opt.panel("Output", force=opt.FORCE, as_json=opt.REPORT_JSON)
 
 
 @drafts.command()
-@with_options(options_of(["target"]), Read, Where, Ngrams, Heads, Exits, Writing, Output)
+@opt.with_options(opt.options_of(["target"]), Read, opt.Where, Ngrams, Heads, Exits, Writing, Output)
 def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     """Build a draft for a target, which --draft then takes by the same name.
 
@@ -118,7 +98,7 @@ def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     if not sources and kind != EXIT:
         raise ValueError(f"{name} is made of texts: give a SOURCE, such as a file or a folder.")
     builder, common = BUILDERS[kind], {"name", "sources", "target", "as_json", "threads"}
-    refuse_others(context, common | builder.options, f"{kind} is built without them")
+    opt.refuse_others(context, common | builder.options, f"{kind} is built without them")
     report, text = builder.build(place, sources or [], context.params)
     print(json_text(report) if context.params["as_json"] else text)
 
@@ -128,14 +108,12 @@ def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
 Drafts = Annotated[
     list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="A list of objects, nothing else.")]
+Listed = opt.panel("Output", as_json=opt.own(bool, False, "A list of objects, nothing else.", flag="--json"))
 
 
 @drafts.command("list")
-@with_options(options_of(["threads"]))
-def offered(
-    drafts: Drafts = None, target: Target = None, dtype: Dtype = "auto", device: Device = None, as_json: Json = False
-) -> None:
+@opt.with_options(opt.options_of(["target"]), opt.Where, Listed)
+def offered(context: typer.Context, drafts: Drafts = None) -> None:
     """Try drafts with the target, and say for each what it is or why it cannot be used. Exit code 1 if none can be.
 
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
@@ -144,12 +122,13 @@ def offered(
     from slipstream.drafters.offers import offers
     from slipstream.engine.load import alone, load
 
-    with busy(console(stderr=True), "loading"):
-        source, chosen = alone(target, dtype)
-        engine = load(source, dtype=chosen, device=device)
-        context = BuildContext(engine.decoder.target, engine.tokenizer, chosen, device)
-        found = list(offers(context, drafts or ()))
-    if as_json:
+    params = context.params
+    with busy("loading"):
+        source, dtype = alone(params["target"], params["dtype"])
+        engine = load(source, dtype=dtype, device=params["device"])
+        here = BuildContext(engine.decoder.target, engine.tokenizer, dtype, params["device"])
+        found = list(offers(here, drafts or ()))
+    if params["as_json"]:
         print(json_text([asdict(offer) for offer in found], ensure_ascii=False))
     else:
         width = max(len(offer.draft) for offer in found)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import typer
 
-from slipstream.cli.app import INTERRUPTED, say, tell_skipped
+from slipstream.cli.app import INTERRUPTED, say
 from slipstream.cli.console import busy, console, progress, steps
+from slipstream.cli.settings import read_documents
 from slipstream.core.protocols import HasModel
 from slipstream.engine.load import alone, load
 from slipstream.files import check_folder, check_writable
 from slipstream.models.loading import load as models
-from slipstream.text.documents import token_ids
 from slipstream.text.prompts import gather, usable
 
 if TYPE_CHECKING:
@@ -26,18 +26,12 @@ if TYPE_CHECKING:
 
 Built = tuple[dict[str, Any], str]
 
-SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-"""The numbers of most frequent tokens whose share of the text is reported."""
+SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)  # frequent tokens whose share is reported
 
 
 def _documents(sources: Sequence[str], params: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the target's tokenizer, and the documents as token ids."""
-    skipped = list[Path]()
-    with busy(console(stderr=True), "reading"):
-        tokenizer = models.load_tokenizer(_target(params))
-        ids = list(token_ids(sources, tokenizer, params["field"], skipped))
-    tell_skipped(skipped)
-    return tokenizer, ids
+    with busy("reading"):
+        return read_documents(params["target"], sources, params["field"])
 
 
 def _target(params: dict[str, Any]) -> str:
@@ -45,13 +39,12 @@ def _target(params: dict[str, Any]) -> str:
 
 
 def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    """Count the n-grams of documents."""
     from slipstream.drafters.ngram_model import KIND, NgramModel
 
     check_writable(file, KIND, params["force"], sources)
     start, (_, ids) = perf_counter(), _documents(sources, params)
     size = params["vocab"] or models.vocabulary(_target(params))
-    with busy(console(stderr=True), "counting"):
+    with busy("counting"):
         model = NgramModel.fit(ids, params["order"], size)
         model.save(file)
     tokens, seconds = sum(map(len, ids)), perf_counter() - start
@@ -62,13 +55,12 @@ def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
 
 
 def datastore(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    """Index documents."""
     from slipstream.drafters.datastore.corpus import KIND, Corpus
     from slipstream.drafters.datastore.drafter import CORPUS, fingerprint
 
     check_folder(folder, {CORPUS: KIND}, params["force"], sources)
     tokenizer, documents = _documents(sources, params)
-    with busy(console(stderr=True), "sorting"):
+    with busy("sorting"):
         corpus = Corpus.build(documents, max(tokenizer.get_vocab().values()) + 1, fingerprint(tokenizer))
         Path(folder).mkdir(parents=True, exist_ok=True)
         corpus.save(Path(folder) / CORPUS)
@@ -78,7 +70,6 @@ def datastore(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Bu
 
 
 def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    """Train heads on the frozen target, or go on with their training."""
     from slipstream.engine.freed_memory import keep_freed_memory
     from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
 
@@ -91,14 +82,14 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     tokenizer, documents = _documents(sources, params)
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = np.concatenate([part for document in documents for part in (between, document)] or [between])
-    with busy(console(stderr=True), "loading"):
+    with busy("loading"):
         dtype, name = "float32" if params["dtype"] == "auto" else params["dtype"], params["target"]
         model = models.load_model(_target(params), dtype, params["device"])
         trainer = HeadTrainer(model, name or "the embedded target", tokens, folder, settings)
     if trainer.step:
         say(f"going on from step {trainer.step} of {settings.steps}")
     try:
-        with steps(console(stderr=True)) as show:
+        with steps() as show:
             trainer.train(lambda progress, loss: show(progress.steps, settings.steps, f"loss {loss:.3f}"))
     except KeyboardInterrupt:
         say(f"stopped and saved at step {trainer.step} of {settings.steps}; the same command goes on from there")
@@ -113,7 +104,7 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
 
 
 def _loaded(params: dict[str, Any], rows: int) -> Engine:
-    with busy(console(stderr=True), "loading"):
+    with busy("loading"):
         source, dtype = alone(params["target"], params["dtype"])
         how = {name: params[name] for name in ("device", "quantize")}
         return load(source, dtype=dtype, batch_size=params["batch_size"] or rows, **how)
@@ -124,7 +115,6 @@ def _prompts(sources: Sequence[str], params: dict[str, Any]) -> list[Any]:
 
 
 def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    """Count the tokens with which the target continues prompts."""
     from slipstream.drafters.frequent_tokens import KIND, TokenCounts, kept_counts
 
     prompts = _prompts(sources, params)
@@ -149,8 +139,7 @@ def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Bui
 
 
 def layers(place: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    """Measure with which of its layers the target drafts fastest for itself."""
-    from slipstream.bench import PROMPTS
+    from slipstream.bench.records import PROMPTS
     from slipstream.decoding.sampling import Sampling
     from slipstream.measure.replay import request_for
     from slipstream.plan.layers import first_layers, search_exit
@@ -162,7 +151,7 @@ def layers(place: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     requests = [request_for(engine.encode(each), sampler, most, eos=engine.eos, seed=seed) for each in prompts]
     scorer = engine.decoder.target
     assert isinstance(scorer, HasModel)
-    with busy(screen, "measuring"):
+    with busy("measuring"):
         choices = first_layers(scorer) if params["first"] else None
         search = search_exit(engine.decoder, requests, choices, params["gamma"], screen.print)
     return search.as_dict(), _table(search)
@@ -200,7 +189,7 @@ DOCUMENTS = frozenset({"field", "force"})
 MODEL = frozenset({"dtype", "device", "seed"})
 WRITTEN = MODEL | {"chat", "max_new_tokens", "temperature", "batch_size", "quantize"}
 
-BUILDERS = {
+BUILDERS = {  # kinds of drafts that can be built
     "ngram": Builder(ngram, DOCUMENTS | {"order", "vocab"}),
     "datastore": Builder(datastore, DOCUMENTS),
     "heads": Builder(
@@ -209,4 +198,3 @@ BUILDERS = {
     "exit": Builder(layers, WRITTEN | {"gamma", "first"}, needs_place=False),
     "vocabulary": Builder(vocabulary, WRITTEN | {"force"}, needs_place=False),
 }
-"""The kinds of drafts that can be built."""

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.cli.answers import Answers
+from slipstream.cli import options as opt
+from slipstream.cli.answers import Answers, answer_as_dict
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
-from slipstream.cli.console import busy, console
-from slipstream.cli.options import (
-    OUTPUT,
-    Asked,
-    Forms,
-    Lossless,
-    Plain,
-    Prompts,
-    asked_models,
-    grouped,
-    own,
-    panel,
-    with_options,
-    written_parameters,
-)
-from slipstream.cli.settings import answer_as_dict, call_options, read_form
-from slipstream.cli.work import Work
+from slipstream.cli.console import busy, console, progress, steps
+from slipstream.cli.settings import call_options, read_form
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.stats import Stats
-from slipstream.engine.explain import Explanation
+from slipstream.engine.explain import Explanation, breakdown
 from slipstream.engine.plan_file import Plan
 from slipstream.text.prompts import Item, gather, with_media
 
@@ -41,29 +27,29 @@ if TYPE_CHECKING:
     from slipstream.engine.generation import Completion, Piece
 
 
-Media = panel(
+Media = opt.panel(
     None,
-    image=own(list[Path] | None, None, "An image that the prompts are about, for vision models. Repeatable.", "FILE"),
-    audio=own(list[Path] | None, None, "A sound that the prompts are about, for audio models. Repeatable.", "FILE"),
+    image=opt.own(
+        list[Path] | None, None, "An image that the prompts are about, for vision models. Repeatable.", "FILE"
+    ),
+    audio=opt.own(list[Path] | None, None, "A sound that the prompts are about, for audio models. Repeatable.", "FILE"),
 )
-Output = panel(
-    OUTPUT,
-    stream=own(bool, False, "Print tokens as they are made."),
-    explain=own(bool, False, "Show each round: drafted, kept, corrected."),
-    profile=own(bool, False, "Show afterwards where the time went."),
-    as_json=own(bool, False, "A JSON line per prompt, as each finishes; index names it.", flag="--json"),
+Output = opt.panel(
+    "Output",
+    stream=opt.own(bool, False, "Print tokens as they are made."),
+    explain=opt.own(bool, False, "Show each round: drafted, kept, corrected."),
+    profile=opt.own(bool, False, "Show afterwards where the time went."),
+    as_json=opt.own(bool, False, "A JSON line per prompt, as each finishes; index names it.", flag="--json"),
 )
-
 LOADED = ("pair", "rounds", "tree", "plan", "shape", "task", "compile", "rows", "threads", "target")
-"""The groups of options for loading models."""
 
 
 @app.command()
-@with_options(
-    *(grouped(*LOADED, gamma="auto", verify="block"), grouped("sampling"), Forms),
-    *(grouped("samples", "beams", "output"), Output, Asked, Media, Lossless, Plain),
+@opt.with_options(
+    *(opt.grouped(*LOADED, gamma="auto", verify="block"), opt.grouped("sampling"), opt.Forms),
+    *(opt.grouped("samples", "beams", "output"), Output, opt.Asked, Media, opt.Lossless, opt.Plain),
 )
-def generate(context: typer.Context, prompts: Prompts = None) -> None:
+def generate(context: typer.Context, prompts: opt.Prompts = None) -> None:
     """Continue prompts; with an encoder-decoder, translate or summarize them.
 
     A FILE of prompts may also hold JSON lines: objects with "prompt" (text), "messages" (a chat) or "tokens" (ids).
@@ -77,14 +63,19 @@ def generate(context: typer.Context, prompts: Prompts = None) -> None:
     Beam search: slipstream generate "def fibonacci(n):" --draft embedded --num-beams 4 --num-return-sequences 2
     """
     params = context.params
-    _check_output(params)
+    shown = {flag(name): params[name] for name in ("stream", "explain")}
+    for together in ({**shown, "--json": params["as_json"]}, {"--num-beams": (params["num_beams"] or 1) > 1, **shown}):
+        if len(chosen := [name for name, value in together.items() if value]) > 1:
+            raise ValueError(f"{' and '.join(chosen)} exclude each other: choose one.")
+    if params["logprobs"] is not None and not params["as_json"]:
+        raise ValueError("--logprobs are written as JSON only: add --json.")
     items, engine = gather(prompts or [], params["file"], params["chat"]), None
-    with busy(console(stderr=True), "starting"):
-        options = call_options(params, written_parameters(context))
+    with busy("starting"):
+        options = call_options(params, opt.written_parameters(context))
     media = {"images": list(map(str, params["image"] or ())), "audio": list(map(str, params["audio"] or ()))}
     items = [with_media(item, media) for item in items]
     form = read_form(params)
-    with busy(console(stderr=True), "loading"):
+    with busy("loading"):
         if any(not item.error for item in items):
             from slipstream.engine.load import load
 
@@ -109,7 +100,7 @@ def generate(context: typer.Context, prompts: Prompts = None) -> None:
 
 def _models(context: typer.Context) -> ModelOptions:
     """Return the models that the options ask for, with the plan read, and a note if it is for another temperature."""
-    models, temperature = asked_models(context), context.params["temperature"]
+    models, temperature = opt.asked_models(context), context.params["temperature"]
     if models.plan is None:
         return models
     plan = Plan.read(models.plan)
@@ -135,6 +126,86 @@ def _encoded(engine: Engine, item: Item) -> Item:
     return replace(item, prompt=ids, shown=engine.decode(ids) if given_ids else item.shown)
 
 
+@dataclass
+class Work:
+    """The work of `generate`: an item for each answer, of which `samples` side by side have the same prompt.
+
+    The engine is None if no prompt can be used; `failed` is True once a text could not go on.
+    """
+
+    engine: Any
+    items: list[Item]
+    options: dict[str, Any]
+    profile: bool = False
+    samples: int = 1
+    failed: bool = False
+
+    @property
+    def good(self) -> list[Item]:
+        return [item for item in self.items if not item.error]
+
+    def run(self, **listeners: Any) -> tuple[list[Completion], int]:
+        """Generate all good prompts -> completions, and INTERRUPTED or 0."""
+        from slipstream.engine.engine import Interrupted
+
+        # A beam search gives several answers for a prompt.
+        prompts = [item.prompt for item in self.good[:: self.options.get("num_return_sequences") or 1]]
+        if not prompts:
+            return [], 0
+        try:
+            return self.engine.generate(prompts, **listeners, **self.options), 0
+        except Interrupted as stop:
+            return stop.completions, INTERRUPTED
+
+    def run_watched(
+        self, on_completion: Callable[[int, Completion], object] | None = None
+    ) -> tuple[list[Completion], int]:
+        """Generate with a progress bar: of tokens, or of texts for beams, whose tokens are known only at the end."""
+        listener = {} if on_completion is None else {"on_completion": on_completion}
+        done, most = set[int](), len(self.good)
+        if self.options.get("num_beams", 1) == 1:
+            with progress(console(stderr=True), most, self.options["max_new_tokens"]) as on_round:
+                return self.run(on_round=on_round, **listener)
+        with steps() as tell_done:
+
+            def show(place: int, completion: Completion) -> None:
+                done.add(place)
+                tell_done(len(done), most, "texts")
+                if on_completion is not None:
+                    on_completion(place, completion)
+
+            tell_done(0, most, "texts")
+            return self.run(on_completion=show)
+
+    def begin(self, item: Item) -> None:
+        """Print a heading if there are several prompts, and the prompt unless the answer echoes it."""
+        if len(self.items) > 1:
+            gap = "" if item is self.good[0] else "\n"
+            print(f"{gap}==> {item.where} <==")
+        if not self.options["echo"]:
+            # An encoder-decoder's answer does not continue its source, so it begins on a new line.
+            print(item.shown, end="\n" if self.engine.frame else "", flush=True)
+
+    def close(self, completions: Sequence[Completion], figures: bool = False) -> None:
+        """Print on standard error: figures on a terminal, failures, full contexts, and times if `profile` is set."""
+        screen, stats = console(stderr=True), sum((completion.stats for completion in completions), Stats())
+        if figures and screen.is_terminal and completions:
+            length, rate = stats.mean_acceptance_length or 0, stats.tokens_per_second or 0
+            screen.print(f"{stats.emitted} tokens, {length:.2f} per target call, {rate:.1f} per second", style="dim")
+        full = []
+        for item, completion in zip(self.good, completions, strict=False):
+            if completion.error:
+                self.failed = True
+                say(f"{item.where}: {completion.error}")
+            full += [item.where] if completion.context_full else []
+        if full:
+            names, target = ", ".join([*full[:3], *["..."][: len(full) - 3]]), self.engine.decoder.target
+            count = f"{len(full)} answers" if len(full) > 1 else "the answer"
+            say(f"note: {count} ({names}) ended early, at the {target.context} tokens that {target.name} holds.")
+        if self.profile:
+            screen.print(breakdown(stats))
+
+
 def _show_text(work: Work) -> int:
     """Print prompts and their completions in order, each as soon as it and all before it are finished."""
     waiting: dict[int, Completion] = {}
@@ -144,7 +215,8 @@ def _show_text(work: Work) -> int:
         nonlocal shown
         waiting[place] = completion
         while shown in waiting:
-            _print(work, shown, waiting[shown])
+            work.begin(work.good[shown])
+            print(waiting[shown].text, flush=True)
             shown += 1
 
     # On a terminal, answers and a progress bar would mix; a single answer is printed only at the end.
@@ -153,15 +225,10 @@ def _show_text(work: Work) -> int:
     completions, code = (work.run_watched if watched else work.run)(**listeners)
     for place, completion in enumerate(completions[shown:], shown):
         if completion.tokens or not code:
-            _print(work, place, completion)
-    _summarize(completions)
-    work.close(completions)
+            work.begin(work.good[place])
+            print(completion.text, flush=True)
+    work.close(completions, figures=True)
     return code
-
-
-def _print(work: Work, place: int, completion: Completion) -> None:
-    _begin(work, work.good[place])
-    print(completion.text, flush=True)
 
 
 def _show_stream(work: Work) -> int:
@@ -170,7 +237,7 @@ def _show_stream(work: Work) -> int:
         return 0
     completions: list[Completion] = []
     held: dict[int, deque[Piece]] = defaultdict(deque)
-    _begin(work, work.good[0])
+    work.begin(work.good[0])
     try:
         for place, piece in work.engine.stream_batch([item.prompt for item in work.good], **work.options):
             held[place].append(piece)
@@ -181,12 +248,11 @@ def _show_stream(work: Work) -> int:
                     print()
                     completions.append(shown.completion)
                     if len(completions) < len(work.good):
-                        _begin(work, work.good[len(completions)])
+                        work.begin(work.good[len(completions)])
     except KeyboardInterrupt:
         print()
         return INTERRUPTED
-    _summarize(completions)
-    work.close(completions)
+    work.close(completions, figures=True)
     return 0
 
 
@@ -203,13 +269,18 @@ def _show_rounds(work: Work) -> int:
 
 def _show_json(work: Work) -> int:
     out = Answers(sys.stdout)
+
+    def write(index: int, answer: dict[str, Any]) -> None:
+        sample = {"prompt": index // work.samples, "sample": index % work.samples} if work.samples > 1 else {}
+        out.write(index, {**sample, **answer})
+
     for index, item in enumerate(work.items):
         if item.error:
-            out.write(index, {**work.place(index), "error": f"{item.where}: {item.error}"})
+            write(index, {"error": f"{item.where}: {item.error}"})
     places = [index for index, item in enumerate(work.items) if not item.error]
 
     def show(place: int, completion: Completion) -> None:
-        out.write(places[place], {**work.place(places[place]), **answer_as_dict(completion)})
+        write(places[place], answer_as_dict(completion))
 
     watched = not sys.stdout.isatty()  # on a terminal, lines and a progress bar would mix
     completions, code = (work.run_watched if watched else work.run)(on_completion=show)
@@ -218,36 +289,3 @@ def _show_json(work: Work) -> int:
             show(place, completion)
     work.close(completions)
     return code
-
-
-def _check_output(params: dict[str, Any]) -> None:
-    shown = {flag(name): params[name] for name in ("stream", "explain")}
-    _one_at_most({**shown, "--json": params["as_json"]})
-    _one_at_most({"--num-beams": (params["num_beams"] or 1) > 1, **shown})
-    if params["logprobs"] is not None and not params["as_json"]:
-        raise ValueError("--logprobs are written as JSON only: add --json.")
-
-
-def _begin(work: Work, item: Item) -> None:
-    """Print a heading if there are several prompts, and the prompt unless the answer echoes it."""
-    if len(work.items) > 1:
-        gap = "" if item is work.good[0] else "\n"
-        print(f"{gap}==> {item.where} <==")
-    if not work.options["echo"]:
-        # An encoder-decoder's answer does not continue its source, so it begins on a new line.
-        print(item.shown, end="\n" if work.engine.frame else "", flush=True)
-
-
-def _summarize(completions: Sequence[Completion]) -> None:
-    screen = console(stderr=True)
-    if not screen.is_terminal or not completions:
-        return
-    stats = sum((completion.stats for completion in completions), Stats())
-    length, rate = stats.mean_acceptance_length or 0, stats.tokens_per_second or 0
-    screen.print(f"{stats.emitted} tokens, {length:.2f} per target call, {rate:.1f} per second", style="dim")
-
-
-def _one_at_most(flags: dict[str, bool]) -> None:
-    chosen = [name for name, value in flags.items() if value]
-    if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} exclude each other: choose one.")

@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 from rich.markup import escape
 
-from slipstream.cli.app import flag
-from slipstream.core.model_options import DEVICES, DRAFTS, DTYPES, MODEL_OPTIONS, RANKS, ModelOptions
+from slipstream.cli.app import flag as flag_of
+from slipstream.core.model_options import DEVICES, DRAFTS, MODEL_OPTIONS, RANKS, ModelOptions
 from slipstream.core.options import OPTIONS, WHEN
 from slipstream.models.loading.pairings import PAIRINGS, chat_target
 
@@ -60,44 +60,40 @@ def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
 
 
 def completing(forms: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a function with which shells complete a value that has one of these forms, such as "lookup" or "gbv:K"."""
     begins = [re.sub(r"[A-Z].*", "", form) for form in forms]
     return lambda incomplete: [begin for begin in begins if begin.startswith(incomplete)]
 
 
-COMPLETIONS = {
+COMPLETIONS = {  # options whose values shells complete
     "target": completing(PAIRINGS),
     "draft": completing(DRAFTS),
     "verify": completing(("token", "block", "match", "coupled", "gbv:K", "lenient:L")),
 }
-"""The options whose values shells complete."""
 
 
-@dataclass(frozen=True)
-class OwnOption:
-    """An option of one command, or a few: `flag` is its name where that is not the parameter's."""
-
-    kind: Any
-    default: Any
-    help: str
-    metavar: str | None = None
-    flag: str = ""
-    limits: Mapping[str, Any] = field(default_factory=dict)
+Own = Callable[[str, str | None], tuple[Any, Any]]  # a parameter's name and its panel -> its annotation and its default
 
 
-def own(kind: Any, default: Any, help: str, metavar: str | None = None, flag: str = "", **limits: Any) -> OwnOption:
-    """Return an option for `panel`; `limits` are the least and greatest value."""
-    return OwnOption(kind, default, help, metavar, flag, limits)
+def own(kind: Any, default: Any, help: str, metavar: str | None = None, flag: str = "", **limits: Any) -> Own:
+    """Return an option of one command, or a few, for `panel`: `flag` is its name where that is not the parameter's."""
+
+    def made(name: str, panel: str | None) -> tuple[Any, Any]:
+        flags = (flag or flag_of(name),) if flag or kind is bool else ()
+        settings = {"metavar": metavar, "autocompletion": COMPLETIONS.get(name), **limits}
+        return Annotated[kind, option(panel, help, *flags, **settings)], default
+
+    return made
 
 
-def panel(name: str | None, **options: OwnOption) -> type:
+def group_of(options: Mapping[str, tuple[Any, Any]]) -> type:
+    """Return a group of options for `with_options`, of their annotations and their defaults."""
+    kinds = {name: kind for name, (kind, _) in options.items()}
+    return type("Options", (), {"__annotations__": kinds, **{name: default for name, (_, default) in options.items()}})
+
+
+def panel(name: str | None, **options: Own) -> type:
     """Return a group of options for `with_options`, which the help shows together under a name."""
-    kinds = dict[str, Any]()
-    for each, it in options.items():
-        flags = (it.flag or flag(each),) if it.flag or it.kind is bool else ()
-        settings = {"metavar": it.metavar, "autocompletion": COMPLETIONS.get(each), **it.limits}
-        kinds[each] = Annotated[it.kind, option(name, it.help, *flags, **settings)]
-    return type("Options", (), {"__annotations__": kinds, **{each: it.default for each, it in options.items()}})
+    return group_of({each: made(each, name) for each, made in options.items()})
 
 
 def parse_gamma(text: int | str) -> int | str:
@@ -138,14 +134,13 @@ def parse_tree(text: Any) -> Any:
 
 Lossless = panel(MODELS, lossless=own(bool, False, "Refuse what would change the output distribution."))
 Plain = panel(MODELS, plain=own(bool, False, "Decode without the draft, to compare."))
-Forms = panel(
+Forms = panel(  # options for structured output, of which at most one is given
     SAMPLING,
     json_schema=own(Path | None, None, "Answers are JSON by the schema in this file.", "FILE"),
     regex=own(str | None, None, "Answers match this regular expression.", "TEXT"),
     choice=own(list[str] | None, None, "Answers are one of these. Repeatable.", "TEXT"),
     lark_file=own(Path | None, None, "Answers fit the Lark grammar in this file.", "FILE", "--grammar"),
 )
-"""The options for structured output, of which at most one is given."""
 
 Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts; - is all of stdin as one.")]
 PROMPTS = own(str | None, None, "More prompts, one per line; - is stdin.", "FILE", "--prompts")
@@ -156,7 +151,7 @@ FORCE = own(bool, False, "Replace an existing file that is of another kind; neve
 REPORT_JSON = own(bool, False, "The report as one JSON object.", flag="--json")
 
 
-KINDS: dict[Any, tuple[Any, str]] = {
+KINDS: dict[Any, tuple[Any, str]] = {  # their types on the command line, and what stands for a value in the help
     bool: (bool, ""),
     int: (int, "N"),
     float: (float, "X"),
@@ -167,42 +162,33 @@ KINDS: dict[Any, tuple[Any, str]] = {
     WHEN: (Literal["true", "false", "never"], "WHEN"),
     RANKS: (bool, ""),
 }
-"""The kinds of options -> their types on the command line, and what stands for a value in the help."""
 
-PARSERS: dict[Any, Callable[[Any], Any]] = {
+PARSERS: dict[Any, Callable[[Any], Any]] = {  # kinds of options whose values have a form of their own -> their parsers
     int | str: parse_gamma,
     tuple[int, ...]: parse_tree,
     DEVICES: parse_device_map,
 }
-"""The kinds of options whose values have a form of their own -> their parsers."""
-
-
-def declared_option(name: str) -> Any:
-    """Return the typer option for an option of a call or of models."""
-    each = (MODEL_OPTIONS | OPTIONS)[name]
-    parser = PARSERS.get(each.kind)
-    kind, metavar = (Any, "") if parser else KINDS.get(each.kind, (each.kind, ""))
-    repeated = " Repeatable." if kind in (list[str], list[int]) else ""
-    also = f" Or --{each.request.replace('_', '-')}." if each.request else ""
-    flags = (each.flag or f"--{name.replace('_', '-')}",) if kind is bool or len(name) == 1 else ()
-    bounds = {"min": each.possible.least, "max": each.possible.most} if each.is_number else {}
-    limits = {end: kind(bound) for end, bound in bounds.items() if math.isfinite(bound)}
-    shown = MODELS if name in MODEL_OPTIONS else OUTPUT if each.group == "output" else SAMPLING
-    settings = {"metavar": each.metavar or metavar or None, "parser": parser, **limits}
-    settings["autocompletion"] = COMPLETIONS.get(name)
-    return option(shown, f"{each.help}{repeated}{also}", *flags, **settings)
 
 
 def options_of(names: Iterable[str], **defaults: Any) -> type:
     """Return a group of options for `with_options`: those of a call or of models, with their own defaults or these."""
-    kinds, values = dict[str, Any](), dict[str, Any]()
+    found = dict[str, tuple[Any, Any]]()
     for each in ((MODEL_OPTIONS | OPTIONS)[name] for name in names):
-        kind = Any if each.kind in PARSERS else KINDS.get(each.kind, (each.kind, ""))[0]
+        parser = PARSERS.get(each.kind)
+        kind, metavar = (Any, "") if parser else KINDS.get(each.kind, (each.kind, ""))
+        repeated = " Repeatable." if kind in (list[str], list[int]) else ""
+        also = f" Or --{each.request.replace('_', '-')}." if each.request else ""
+        flags = (each.flag or flag_of(each.name),) if kind is bool or len(each.name) == 1 else ()
+        bounds = {"min": each.possible.least, "max": each.possible.most} if each.is_number else {}
+        limits = {end: kind(bound) for end, bound in bounds.items() if math.isfinite(bound)}
+        shown = MODELS if each.name in MODEL_OPTIONS else OUTPUT if each.group == "output" else SAMPLING
+        settings = {"metavar": each.metavar or metavar or None, "parser": parser, **limits}
+        settings["autocompletion"] = COMPLETIONS.get(each.name)
         usual = False if kind is bool else None if each.default in ((), {}) else each.default
-        value = values[each.name] = defaults.get(each.name, usual)
-        kind = kind | None if value is None and kind is not Any else kind
-        kinds[each.name] = Annotated[kind, declared_option(each.name)]
-    return type("Options", (), {"__annotations__": kinds, **values})
+        default = defaults.get(each.name, usual)
+        kind = kind | None if default is None and kind is not Any else kind
+        found[each.name] = Annotated[kind, option(shown, f"{each.help}{repeated}{also}", *flags, **settings)], default
+    return group_of(found)
 
 
 def grouped(*groups: str, without: Collection[str] = (), **defaults: Any) -> type:
@@ -230,9 +216,6 @@ def chat_models(context: typer.Context, **more: Any) -> ModelOptions:
     return asked if asked.given("pair", "plan") else replace(asked, target=chat_target())
 
 
-Target = Annotated[str | None, declared_option("target")]
-Dtype = Annotated[DTYPES, declared_option("dtype")]
-Device = Annotated[str | None, declared_option("device")]
 Where = options_of(["dtype", "device", "threads"])
 
 

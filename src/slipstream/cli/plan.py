@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.console import busy, console, figures_table, human_size, steps
-from slipstream.cli.options import (
-    BATCH,
-    CHAT,
-    FORCE,
-    MODELS,
-    OUTPUT,
-    SAMPLING,
-    Prompts,
-    asked_models,
-    grouped,
-    options_of,
-    own,
-    panel,
-    refuse_others,
-    with_options,
-    written_parameters,
-)
-from slipstream.cli.options import PROMPTS as COMMON_PROMPTS
-from slipstream.cli.plan_figures import ONLY_FIGURES, FigureOptions, about_distance, from_figures
 from slipstream.cli.plan_fleet import FleetOptions, show_fleets
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
 from slipstream.files import check_writable
 from slipstream.models.loading.pairings import draft_of
+from slipstream.plan.from_figures import Figures, promise
 from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import gather, usable
 
@@ -48,44 +31,58 @@ if TYPE_CHECKING:
 
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
 QUICK_PROMPTS, PROMPTS = 8, 32
-Work = panel(
+Work = opt.panel(
     None,
-    file=COMMON_PROMPTS,
-    chat=CHAT,
-    repetitions=own(int | None, None, "Runs of the choice against plain; 3.", "N", min=1),
-    quick=own(bool, False, "Under a minute: 8 prompts, 48 tokens, gamma up to 8."),
-    network_ms=own(
+    file=opt.PROMPTS,
+    chat=opt.CHAT,
+    repetitions=opt.own(int | None, None, "Runs of the choice against plain; 3.", "N", min=1),
+    quick=opt.own(bool, False, "Under a minute: 8 prompts, 48 tokens, gamma up to 8."),
+    network_ms=opt.own(
         float | None, None, "The draft is to run elsewhere, so many milliseconds away, there and back.", "X", min=0
     ),
 )
-Planned = panel(
-    MODELS,
-    draft=own(list[str] | None, None, "As for generate. Repeatable: the best is planned.", "DRAFT"),
-    gamma=own(list[int] | None, None, "Try only these. Repeatable. Without: 1 to 10.", "N", min=1),
-    batch=BATCH,
+Planned = opt.panel(
+    "Models",
+    draft=opt.own(list[str] | None, None, "As for generate. Repeatable: the best is planned.", "DRAFT"),
+    gamma=opt.own(list[int] | None, None, "Try only these. Repeatable. Without: 1 to 10.", "N", min=1),
+    batch=opt.BATCH,
 )
-Texts = panel(
-    SAMPLING,
-    max_new_tokens=own(int | None, None, "Tokens of every completion; 128.", "N", min=2),
-    sample=own(int | None, None, "Prompts taken, evenly from all; 32.", "N", min=2),
+Texts = opt.panel(
+    "Sampling",
+    max_new_tokens=opt.own(int | None, None, "Tokens of every completion; 128.", "N", min=2),
+    sample=opt.own(int | None, None, "Prompts taken, evenly from all; 32.", "N", min=2),
 )
-Output = panel(
-    OUTPUT,
-    saved_plan=own(str | None, None, "Show or export this plan; measure nothing.", "FILE", "--plan"),
-    save=own(str | None, None, "Write the plan, for generate --plan.", "FILE"),
-    export=own(list[str] | None, None, "transformers, vllm, sglang or llama.cpp. Repeatable.", "ENGINE"),
-    plot=own(str | None, None, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", "FILE"),
-    force=FORCE,
-    as_json=own(bool, False, "The plan with all figures as one JSON object.", flag="--json"),
+FigureOptions = opt.panel(  # options any of which selects a plan from known figures, without measuring
+    "Without models",
+    alpha=opt.own(float | None, None, "Chance that a drafted token is kept.", "X", min=0, max=1),
+    cost=opt.own(float | None, None, "A draft step's time over a target step's (c).", "X", min=0),
+    operations_cost=opt.own(float | None, None, "The same for operations (c-hat); without: as --cost.", "X", min=0),
+    curve=opt.own(str | None, None, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", "1,X,.."),
+    step_ms=opt.own(float | None, None, "Milliseconds of a target step, for --network-ms.", "X", min=0.001),
+)
+
+ONLY_FIGURES = {*FigureOptions.__annotations__}
+Output = opt.panel(
+    "Output",
+    saved_plan=opt.own(str | None, None, "Show or export this plan; measure nothing.", "FILE", "--plan"),
+    save=opt.own(str | None, None, "Write the plan, for generate --plan.", "FILE"),
+    export=opt.own(list[str] | None, None, "transformers, vllm, sglang or llama.cpp. Repeatable.", "ENGINE"),
+    plot=opt.own(str | None, None, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", "FILE"),
+    force=opt.FORCE,
+    as_json=opt.own(bool, False, "The plan with all figures as one JSON object.", flag="--json"),
 )
 
 
 @app.command()
-@with_options(
-    *(Work, Planned, Texts, FigureOptions, FleetOptions, options_of(["target", "verify"], verify="block")),
-    *(grouped("compile", "task", "threads", "target", without=["tp_plan"]), options_of([*SHAPES, "seed"]), Output),
+@opt.with_options(
+    *(Work, Planned, Texts, FigureOptions, FleetOptions, opt.options_of(["target", "verify"], verify="block")),
+    *(
+        opt.grouped("compile", "task", "threads", "target", without=["tp_plan"]),
+        opt.options_of([*SHAPES, "seed"]),
+        Output,
+    ),
 )
-def plan(context: typer.Context, prompts: Prompts = None) -> None:
+def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
     """Measure acceptance and costs, predict the speed of every gamma, choose, and run the choice.
 
     Example: slipstream plan --target TARGET --draft DRAFT --prompts prompts.jsonl --save plan.json
@@ -96,18 +93,24 @@ def plan(context: typer.Context, prompts: Prompts = None) -> None:
     """
     if _answered_at_once(context):
         return
-    from slipstream.plan.planner import make
+    from slipstream.decoding.sampling import Sampling
+    from slipstream.plan.planner import PlanSettings, make
 
     params = context.params
-    settings = _settings(params)
+    chosen: dict[str, Any] = dict(QUICK) if params["quick"] else {}
+    chosen |= {name: params[name] for name in ("max_new_tokens", "repetitions") if params[name]}
+    lists = {"gammas": params["gamma"], "batches": params["batch"]}
+    chosen |= {name: tuple(sorted(set(values))) for name, values in lists.items() if values}
+    sampling = Sampling(**{name: params[name] for name in SHAPES})
+    settings = PlanSettings(**chosen, sampling=sampling, seed=params["seed"], network_ms=params["network_ms"])
     _check_outputs(params)
     most = params["sample"] or (QUICK_PROMPTS if params["quick"] else PROMPTS)
     texts = _prompts(prompts or [], params["file"], params["chat"], most)
-    with busy(console(stderr=True), "loading"):
-        models = asked_models(context, draft=None, gamma=None)
+    with busy("loading"):
+        models = opt.asked_models(context, draft=None, gamma=None)
         engine, drafters = _load(models, params["draft"] or [], settings.sizes)
     try:
-        with steps(console(stderr=True)) as on_step:
+        with steps() as on_step:
             report = make(engine, drafters, texts, settings, on_step)
     except KeyboardInterrupt:
         say("interrupted: too little was measured for a plan.")
@@ -132,8 +135,8 @@ def _answered_at_once(context: typer.Context) -> bool:
     Raises ValueError for options that do not go together.
     """
     params = context.params
-    if not ONLY_FIGURES.isdisjoint(written_parameters(context)):
-        refuse_others(
+    if not ONLY_FIGURES.isdisjoint(opt.written_parameters(context)):
+        opt.refuse_others(
             context, ONLY_FIGURES | {"gamma", "network_ms", "as_json"}, "a plan from figures alone measures no models"
         )
         from_figures(params)
@@ -146,10 +149,10 @@ def _answered_at_once(context: typer.Context) -> bool:
         return False
     if params["replicas"]:
         allowed = {"saved_plan", "seed", "as_json", *FleetOptions.__annotations__}
-        refuse_others(context, allowed, "--replicas simulates from what was measured before")
+        opt.refuse_others(context, allowed, "--replicas simulates from what was measured before")
         show_fleets(Plan.read(params["saved_plan"]), params)
         return True
-    refuse_others(context, {"saved_plan", "export", "as_json"}, "--plan shows what was measured before")
+    opt.refuse_others(context, {"saved_plan", "export", "as_json"}, "--plan shows what was measured before")
     _show_plan(Plan.read(params["saved_plan"]), params["export"] or [], params["as_json"])
     return True
 
@@ -163,28 +166,14 @@ def _check_outputs(params: dict[str, Any]) -> None:
     if params["save"] is not None:
         check_writable(params["save"], KIND, force, inputs)
     if params["plot"] is not None:
-        from slipstream.measure.pictures import check_plot
+        from slipstream.bench.plot import check_plot
 
         check_plot(params["plot"], force, inputs)
 
 
-def _settings(params: dict[str, Any]) -> Any:
-    from slipstream.decoding.sampling import Sampling
-    from slipstream.plan.planner import PlanSettings
-
-    sampling = Sampling(**{name: params[name] for name in SHAPES})
-    chosen: dict[str, Any] = dict(QUICK) if params["quick"] else {}
-    for name in ("max_new_tokens", "repetitions"):
-        chosen |= {name: params[name]} if params[name] else {}
-    lists = {"gammas": params["gamma"], "batches": params["batch"]}
-    chosen |= {name: tuple(sorted(set(values))) for name, values in lists.items() if values}
-    return PlanSettings(**chosen, sampling=sampling, seed=params["seed"], network_ms=params["network_ms"])
-
-
 def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) -> list[Any]:
-    """Return at most `most` prompts, evenly from all that were given; without any, the benchmark's own."""
     if not prompts and not file:
-        from slipstream.bench import PROMPTS as OWN
+        from slipstream.bench.records import PROMPTS as OWN
 
         if chat:
             raise ValueError("--chat wraps prompts, and there are none: give a PROMPT or --prompts FILE.")
@@ -195,7 +184,6 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
 
 
 def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, dict[str, Drafter]]:
-    """Load the engine without a draft, and each drafter by its specification; compiled ones draft chains of `sizes`."""
     from slipstream.drafters.build_context import BuildContext
     from slipstream.drafters.specification import drafter, paths_shape
     from slipstream.engine.load import alone, load
@@ -231,6 +219,60 @@ def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
         target, date = made.models.target or "the embedded pair", made.machine.get("date", "elsewhere")
         print(f"{target}: {what}\n{how}; measured {date}")
     _export(made, engines)
+
+
+# ---- figures alone ---------------------------------------------------------------------------------------------------
+
+
+def from_figures(params: dict[str, Any]) -> None:
+    """Print the predictions from the figures among a command's parameters. Raises ValueError if some are missing."""
+    alpha, cost, curve = params["alpha"], params["cost"], params["curve"]
+    if alpha is None or cost is None:
+        raise ValueError("--alpha and --cost go together: give both, or neither to measure them.")
+    try:
+        points = [float(part) for part in curve.split(",")] if curve is not None else []
+    except ValueError:
+        raise ValueError(f"--curve {curve!r} is not a list of costs, such as 1,1.1,1.3.") from None
+    network, step = params["network_ms"], params["step_ms"]
+    if (network is None) != (step is None):
+        raise ValueError("--network-ms and --step-ms go together here: give the time of a target step as well.")
+    delay = None if network is None else network / step  # to the draft and back, in target steps
+    figures = promise(alpha, cost, params["operations_cost"], params["gamma"] or [], points, delay)
+    if params["as_json"]:
+        print(json_text(asdict(figures)))
+    else:
+        _show_figures(figures, bool(points), step, console())
+
+
+def _show_figures(figures: Figures, curved: bool, step: float | None, screen: Console) -> None:
+    table = figures_table("gamma", "tokens per call", "x plain", "operations x plain")
+    for line in figures.lines:
+        mark = "*" if line.gamma == figures.best.gamma else " "
+        cells = (f"{line.tokens_per_call:.2f}", f"{line.walltime_factor:.2f}", f"{line.operations_factor:.2f}")
+        table.add_row(f"{mark} {line.gamma}", *cells)
+    screen.print(table)
+    if not figures.best.gamma:
+        screen.print("\ndo not speculate: no gamma is faster than plain decoding with these figures.", style="bold")
+    else:
+        best = f"gamma {figures.best.gamma}: {figures.best.walltime_factor:.2f} x plain"
+        screen.print(f"\nbest: {best} if rounds are alike (Theorem 3.8).", style="bold")
+    if figures.delay is not None and figures.longest_delay is not None and step is not None:
+        screen.print(about_distance(figures.delay * step, figures.longest_delay * step))
+    elif figures.best.gamma and not curved:
+        rest = (
+            f"At least {figures.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {figures.oracle:.2f}."
+        )
+        screen.print(f"{rest}\nA pass over gamma + 1 tokens is taken to cost one step; give --curve if it does not.")
+
+
+def about_distance(delay: float, longest: float) -> str:
+    """Return a sentence on the distance of a draft on another machine; milliseconds there and back."""
+    where = f"the draft is {delay:g} ms away, there and back"
+    if longest <= 0:
+        return f"{where}: it would not pay here either."
+    if delay >= longest:
+        return f"{where}, which does not pay: it would up to {longest:.3g} ms."
+    return f"{where}; up to {longest:.3g} ms it pays."
 
 
 # ---- measured plans ---------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from slipstream.text.jsontext import json_text
 if TYPE_CHECKING:
     from slipstream.plan.fleet import Service
 
-EVERY = 1000
-"""The number of requests between two updates of the progress bar."""
+EVERY = 1000  # number of requests between two updates of the progress bar
 
 
 FleetOptions = panel(
@@ -40,7 +39,7 @@ def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
     arrivals = multiplied(read_trace(params["trace"]), params["load"], params["seed"])
     fleets: dict[int, dict[str, Service]] = {}
     try:
-        with steps(console(stderr=True)) as show:
+        with steps() as show:
             for replicas in sorted(set(params["replicas"])):
                 fleets[replicas] = {}
                 for name, pace in known.items():

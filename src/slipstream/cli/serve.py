@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from slipstream.cli.app import app, say, tell
-from slipstream.cli.console import busy, console
+from slipstream.cli.console import busy
 from slipstream.cli.options import Lossless, chat_models, grouped, own, panel, with_options
 from slipstream.core.model_options import ModelOptions
 
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import ServeSettings
 
-SERVER, LIMITS, CLUSTER = "Server", "Limits", "Cluster"
-
 HOST = own(str, "127.0.0.1", "The address to listen at; 0.0.0.0 is all.", "ADDRESS")
-NAMES = own(list[str] | None, None, "What clients call the model. Repeatable.", "NAME", "--served-model-name")
-CHAT_TEMPLATE = own(Path | None, None, "A Jinja chat template in place of the tokenizer's.", "FILE")
-MAX_ROWS = own(int, 16, "Requests that run together.", "N", min=1)
-CACHE = own(str, "512M", "Memory for prefixes of prompts that come again, as 512M; 0 keeps none.", "BYTES")
-MEMORY = own(str | None, None, "Memory for the texts that run, as 4G; more wait. Without: no limit.", "BYTES")
 ADDRESS = own(str | None, None, "The cluster. Without: RAY_ADDRESS, or one that is started here.", "ADDRESS")
 
+Shared = panel(  # which a batch has too
+    "Server",
+    names=own(list[str] | None, None, "What clients call the model. Repeatable.", "NAME", "--served-model-name"),
+    chat_template=own(Path | None, None, "A Jinja chat template in place of the tokenizer's.", "FILE"),
+    max_rows=own(int, 16, "Requests that run together.", "N", min=1),
+    cache_bytes=own(str, "512M", "Memory for prefixes of prompts that come again, as 512M; 0 keeps none.", "BYTES"),
+    memory=own(str | None, None, "Memory for the texts that run, as 4G; more wait. Without: no limit.", "BYTES"),
+)
+
 Server = panel(
-    SERVER,
+    "Server",
     host=HOST,
     port=own(int, 8000, "The port to listen at; 0 is any free one.", "N", min=0, max=65535),
     api_key_file=own(
@@ -39,20 +41,15 @@ Server = panel(
     allow_host=own(
         list[str] | None, None, "Without keys: serve requests for this host name too; * is any. Repeatable.", "NAME"
     ),
-    names=NAMES,
-    chat_template=CHAT_TEMPLATE,
     allow_image_host=own(list[str] | None, None, "Fetch images from this host too. Repeatable.", "HOST"),
     allow_origin=own(list[str] | None, None, "Let pages of this origin use the server (CORS). Repeatable.", "ORIGIN"),
     access_log=own(str | None, None, "A JSON line per request; - is standard output.", "FILE"),
     log_prompts=own(bool, False, "Write prompts and answers to the access log too."),
 )
 Limited = panel(
-    LIMITS,
-    max_rows=MAX_ROWS,
+    "Limits",
     max_queue=own(int, 1024, "Requests that may wait; more get status 429.", "N", min=1),
     max_body=own(str, "16M", "The longest body of a request, as 16M.", "BYTES"),
-    cache_bytes=CACHE,
-    memory=MEMORY,
     prefill_chunk=own(
         int | None,
         None,
@@ -63,19 +60,18 @@ Limited = panel(
     ),
 )
 Cluster = panel(
-    CLUSTER,
+    "Cluster",
     ray=own(bool, False, "Serve on a Ray cluster, by replicas that each hold the models."),
     replicas=own(str | None, None, "Replicas: 2, or 1..4 for what the requests take.", "N|N..M"),
     ray_address=ADDRESS,
 )
-SERVED = grouped(
+SERVED = grouped(  # options of models that serve many requests
     *("pair", "rounds", "tree", "plan", "task", "compile", "threads", "target"), gamma="auto", verify="block"
 )
-"""The options of models that serve many requests."""
 
 
 @app.command()
-@with_options(Lossless, Server, Limited, Cluster, SERVED)
+@with_options(Lossless, Server, Shared, Limited, Cluster, SERVED)
 def serve(context: typer.Context) -> None:
     """Serve a model behind OpenAI's interface, with a page at /, until Ctrl-C or SIGTERM.
 
@@ -86,13 +82,28 @@ def serve(context: typer.Context) -> None:
     """
     needed()
     params = context.params
-    with busy(console(stderr=True), "starting"):
-        recipe = _recipe(context)
+    with busy("starting"):
+        from slipstream.models.loading.origin import source_name
+        from slipstream.serve.settings import Hosts, Limits, ServeSettings, read_keys
+
+        models = chat_models(context)
+        settings = ServeSettings(
+            names=tuple(params["names"] or [source_name(models.target) or "embedded"]),
+            keys=read_keys(params["api_key_file"]) if params["api_key_file"] else {},
+            max_queue=params["max_queue"],
+            lossless=params["lossless"],
+            log_prompts=params["log_prompts"],
+            limits=Limits(body_bytes=parse_bytes("--max-body", params["max_body"])),
+            image_hosts=tuple(params["allow_image_host"] or ()),
+            hosts=None if params["api_key_file"] else Hosts.of(params["host"], params["allow_host"] or ()),
+            origins=tuple(params["allow_origin"] or ()),
+        )
+        recipe = recipe_of(models, settings, params)
     if params["ray"]:
         raise typer.Exit(_on_cluster(recipe, params))
     if params["replicas"] or params["ray_address"]:
         raise ValueError("--replicas and --ray-address are about a cluster: add --ray.")
-    with busy(console(stderr=True), "starting"):
+    with busy("starting"):
         from slipstream.serve import server
         from slipstream.serve.gate import AccessLog
         from slipstream.serve.sockets import listen
@@ -100,29 +111,10 @@ def serve(context: typer.Context) -> None:
     path = params["access_log"]
     log = sys.stdout if path == "-" else open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115
     with listen(params["host"], params["port"]) as listener:
-        with busy(console(stderr=True), "loading"):
+        with busy("loading"):
             state = recipe.state(say)
         tell(state.engine.notes)
         raise typer.Exit(server.Server(state, listener, AccessLog(log)).run_to_end())
-
-
-def _recipe(context: typer.Context) -> Recipe:
-    from slipstream.models.loading.origin import source_name
-    from slipstream.serve.settings import Hosts, Limits, ServeSettings, read_keys
-
-    params, models = context.params, chat_models(context)
-    settings = ServeSettings(
-        names=tuple(params["names"] or [source_name(models.target) or "embedded"]),
-        keys=read_keys(params["api_key_file"]) if params["api_key_file"] else {},
-        max_queue=params["max_queue"],
-        lossless=params["lossless"],
-        log_prompts=params["log_prompts"],
-        limits=Limits(body_bytes=parse_bytes("--max-body", params["max_body"])),
-        image_hosts=tuple(params["allow_image_host"] or ()),
-        hosts=None if params["api_key_file"] else Hosts.of(params["host"], params["allow_host"] or ()),
-        origins=tuple(params["allow_origin"] or ()),
-    )
-    return recipe_of(models, settings, params)
 
 
 def recipe_of(models: ModelOptions, settings: ServeSettings, params: dict[str, Any]) -> Recipe:
@@ -141,14 +133,14 @@ def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
         raise ValueError("--access-log is one server's: replicas leave it to Ray's logs.")
     if not find_spec("ray"):
         raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
-    from slipstream.serve.cluster.running import Cluster
+    from slipstream.serve.cluster.running import run_to_end
     from slipstream.serve.cluster.scale import Scale
     from slipstream.serve.sockets import listen
 
     scale = Scale.read(params["replicas"] or "1")
     with listen(params["host"], params["port"]) as listener:  # Ray needs a port number, so 0 becomes a free one
         port = listener.getsockname()[1]
-    return Cluster(params["ray_address"], params["host"], port).run_to_end(recipe, scale)
+    return run_to_end(recipe, scale, params["ray_address"], params["host"], port)
 
 
 def missing_libraries() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from slipstream.cli.app import app, say
-from slipstream.cli.console import busy, console
+from slipstream.cli.console import busy
 from slipstream.cli.options import MODELS, OUTPUT, Where, options_of, own, panel, with_options
 from slipstream.cli.serve import HOST
 from slipstream.text.jsontext import json_text
@@ -38,7 +38,7 @@ def serve_draft(context: typer.Context) -> None:
     Example: slipstream serve-draft --draft Qwen/Qwen3-0.6B --host 0.0.0.0 --key-file draft.key
     """
     from slipstream.drafters.remote.hello import read_key
-    from slipstream.serve.drafts.build import How, build
+    from slipstream.serve.drafts.build import build
     from slipstream.serve.drafts.server import DraftServer, DraftSettings, tls_context
     from slipstream.serve.sockets import listen
 
@@ -51,9 +51,9 @@ def serve_draft(context: typer.Context) -> None:
     if not key and not host.startswith("127.") and host not in ("localhost", "::1"):
         say("note: anybody who reaches this server may use it: give --key-file, and --tls-cert where others listen.")
     with listen(host, params["port"]) as listener:
-        with busy(console(stderr=True), "loading"):
-            how = How(*(params[name] for name in ("dtype", "device", "compile", "tokenizer")))
-            drafter, vocabulary = build(draft, how)
+        with busy("loading"):
+            how = (params[name] for name in ("dtype", "device", "compile", "tokenizer"))
+            drafter, vocabulary = build(draft, *how)
         server = DraftServer(drafter, DraftSettings(draft, vocabulary, key, params["max_rows"]), listener, tls)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())

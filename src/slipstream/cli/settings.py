@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.app import flag, say
+from slipstream.cli.app import flag, say, tell
+from slipstream.cli.console import busy
+from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import OPTIONS
 
 if TYPE_CHECKING:
-    from slipstream.engine.generation import Completion
+    from slipstream.engine.engine import Engine
 
-OF_MODELS = (
+OF_MODELS = (  # options that a model's generation config may set
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
     *("min_new_tokens", "max_new_tokens", "max_time"),
 )
-"""The options that a model's generation config may set."""
 
-EARLY = {"true": True, "false": False}
-"""The values of `--early-stopping` that are not names."""
+MOST_NAMES = 5  # files that a message names; the others are only counted
+EARLY = {"true": True, "false": False}  # values of `--early-stopping` that are not names
 
 
 def call_options(params: dict[str, Any], written: Collection[str]) -> dict[str, Any]:
@@ -87,12 +87,24 @@ def _biases(texts: Sequence[str]) -> dict[int, float]:
     return by_id
 
 
-def answer_as_dict(completion: Completion) -> dict[str, Any]:
-    names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
-    error = {"error": completion.error} if completion.error else {}
-    record = {**error, **{name: getattr(completion, name) for name in names}}
-    if completion.logprobs is not None:
-        record["logprobs"] = [asdict(each) for each in completion.logprobs]
-    if completion.score is not None:
-        record["score"] = completion.score
-    return {**record, "stats": completion.stats.as_dict()}
+def loaded(models: ModelOptions) -> Engine:
+    """Load models, with a spinner, and say the notes of loading."""
+    with busy("loading"):
+        from slipstream.engine.load import load
+
+        engine = load(models, progress=say)
+    tell(engine.notes)
+    return engine
+
+
+def read_documents(target: str | None, sources: Sequence[str], field: str | None) -> tuple[Any, list[Any]]:
+    """Return the tokenizer of a target, and documents as its token ids; skipped files are said."""
+    from slipstream.models.loading.load import load_tokenizer
+    from slipstream.text.documents import token_ids
+
+    skipped, tokenizer = list[Path](), load_tokenizer("embedded" if target is None else target)
+    ids = list(token_ids(sources, tokenizer, field, skipped))
+    if skipped:
+        names = ", ".join(map(str, skipped[:MOST_NAMES])) + (", ..." if len(skipped) > MOST_NAMES else "")
+        say(f"note: of the folders {len(skipped)} files were skipped, which are no text in UTF-8: {names}")
+    return tokenizer, ids

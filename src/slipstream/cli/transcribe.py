@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.app import app, say, tell
-from slipstream.cli.console import busy, console, steps
+from slipstream.cli.app import app
+from slipstream.cli.console import steps
 from slipstream.cli.options import Plain, asked_models, grouped, options_of, own, panel, with_options
+from slipstream.cli.settings import loaded
 from slipstream.text.jsontext import json_text
 
 
@@ -30,10 +31,7 @@ Speech = panel(
     language=own(str | None, None, "The language spoken, as de; English without it.", "CODE"),
     translate=own(bool, False, "Write English for any spoken language."),
     form=own(
-        TranscriptFormat,
-        TranscriptFormat.TEXT,
-        "text; json, with times; or subtitles, srt or vtt.",
-        flag="--format",
+        TranscriptFormat, TranscriptFormat.TEXT, "text; json, with times; or subtitles, srt or vtt.", flag="--format"
     ),
     as_json=own(bool, False, "A JSON line per file: the same as --format json.", flag="--json"),
 )
@@ -55,16 +53,12 @@ def transcribe(context: typer.Context, sounds: Sounds) -> None:
     params = context.params
     if params["target"] is None:
         raise ValueError("the embedded target reads text: name a Whisper with --target, such as openai/whisper-small.")
-    with busy(console(stderr=True), "loading"):
-        from slipstream.engine.load import load
-
-        engine = load(asked_models(context), progress=say)
-    tell(engine.notes)
+    engine = loaded(asked_models(context))
     form = TranscriptFormat.JSON if params["as_json"] else params["form"]
     task, timestamps = "translate" if params["translate"] else "transcribe", form is not TranscriptFormat.TEXT
     for sound in sounds:
         how: dict[str, Any] = {name: params[name] for name in ("language", "temperature", "plain")}
-        with steps(console(stderr=True)) as show:
+        with steps() as show:
             how["on_window"] = lambda done, total, file=sound: show(done, total, f"{file.name}: windows")
             transcript = engine.transcribe(sound, task=task, timestamps=timestamps, **how)
         if form is TranscriptFormat.JSON:

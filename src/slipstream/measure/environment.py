@@ -25,21 +25,21 @@ from slipstream.models.loading.encoder_dtype import encoder_dtype
 PACKAGES = ("slipstream", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
 
-BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")
-"""The flags in /proc/cpuinfo of processors that multiply bfloat16 natively."""
+BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")  # of processors that multiply it natively
 
 
 def environment(engine: Engine) -> dict[str, Any]:
     """Return the facts for a report, without names of folders of this machine."""
     everyone = scorers(engine.decoder)
     device, info = everyone[0].device, CPUINFO.read_text() if CPUINFO.exists() else ""
+    flags = (_value(info, "flags") or _value(info, "Features")).split()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(map(without_folder, sys.argv)),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "cpu": _value(info, "model name") or platform.processor() or platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "bfloat16": _bfloat16(info),
+        "bfloat16": ("native" if {*BFLOAT16}.intersection(flags) else "emulated") if flags else None,
         "kernel": (kernel_missing() or library.level().name) if device.type == "cpu" else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -51,12 +51,6 @@ def environment(engine: Engine) -> dict[str, Any]:
         **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         **{role: _model(scorer) for role, scorer in zip(("target", "draft"), everyone, strict=False)},
     }
-
-
-def _bfloat16(info: str) -> str | None:
-    """Return "native" or "emulated" (which may be slower than float32), or None if no flags are listed."""
-    flags = (_value(info, "flags") or _value(info, "Features")).split()
-    return ("native" if {*BFLOAT16}.intersection(flags) else "emulated") if flags else None
 
 
 def _value(info: str, name: str) -> str:
@@ -88,6 +82,5 @@ def without_folder(text: str) -> str:
 
 
 def scorers(decoder: Decoder) -> list[Scorer]:
-    """Return the target and, if a model drafts, the draft."""
     drafter = decoder.drafter
     return [decoder.target, *([drafter.scorer] if isinstance(drafter, ModelDrafter | AheadDrafter) else [])]

@@ -18,8 +18,7 @@ Runner = TypeVar("Runner")
 Lap = TypeVar("Lap")
 Outcome = TypeVar("Outcome")
 
-Spread = dict[str, float]
-"""The `median`, `min` and `max` over the laps."""
+Spread = dict[str, float]  # `median`, `min` and `max` over the laps
 
 
 def race(
@@ -40,12 +39,10 @@ def race(
 
 
 def ratios(speeds: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Return speeds divided by the baseline's, lap by lap."""
     return [speed / base for speed, base in zip(speeds, baseline, strict=True)]
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median, the smallest and the largest value."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
@@ -88,5 +85,4 @@ class Beat:
         return self.draft + self.target + self.rest
 
     def scaled(self, by: float) -> Beat:
-        """Return this round as on a machine that is slower by this factor."""
         return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)

@@ -174,7 +174,6 @@ class FilledIn(Answer):
     """The answer of /infill, also as the event of a stream, whose last one has all fields but the text."""
 
     model_config = ConfigDict(extra="allow")
-
     content: Sometimes[str] = None
     stop: Sometimes[bool] = None
     model: Sometimes[str] = None

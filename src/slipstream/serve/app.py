@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,14 +22,13 @@ from slipstream.serve.body import complaint
 from slipstream.serve.call import ClientGone
 from slipstream.serve.faults import ServeError, error_body, for_path
 from slipstream.serve.gate import AccessLog, Gate
-from slipstream.serve.message_answers import MessageEvent
-from slipstream.serve.response_answers import ResponseEvent
+from slipstream.serve.messages import MessageEvent
+from slipstream.serve.response_output import ResponseEvent
 from slipstream.serve.routes import audio, chat, completions, infill, messages, models, page, responses
 from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
-CLIENT_CLOSED = 499
-"""The logged status of a request whose client closed the connection; no client receives it."""
+CLIENT_CLOSED = 499  # logged status of a request whose client closed the connection; no client receives it
 
 
 CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent, MessageEvent, FilledIn)
@@ -40,11 +40,10 @@ class Application(FastAPI):
     """FastAPI's application, with an OpenAPI description that matches its real answers."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI description, with stream chunks and request ids, without 422 (we answer 400)."""
         description = super().openapi()
         for path in description["paths"].values():
             for operation in path.values():
-                operation["responses"].pop("422", None)
+                operation["responses"].pop("422", None)  # we answer 400
                 for response in operation["responses"].values():
                     response.setdefault("headers", {})["X-Request-Id"] = {"schema": {"type": "string"}}
         schemas = description["components"]["schemas"]
@@ -56,8 +55,6 @@ class Application(FastAPI):
 
 
 def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
-    """Make the application of a server; its worker is started and stopped with it."""
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.worker.start()
@@ -86,44 +83,43 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
     return app
 
 
-def _answer(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """Return the answer to a request that is refused, in its path's form, and keep the reason for the access log."""
-    request.state.refusal = body["error"]["message"]
-    return JSONResponse(for_path(body, status, request.url.path), status, headers)
+@asynccontextmanager
+async def running(state: ServerState) -> AsyncIterator[FastAPI]:
+    """Run an application without a socket -> the application, once its models are warm; it ends with the block.
+
+    Raises ServiceUnavailable if the models cannot run.
+    """
+    ready = asyncio.Event()
+    state.worker.on_ready = state.worker.on_death = ready.set
+    app = create_app(state)
+    async with app.router.lifespan_context(app):
+        await ready.wait()
+        state.worker.check()
+        yield app
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServeError)
-    return _answer(request, error.status, error.body(), error.headers)
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    message, field = complaint(error.errors(), error.body)
-    return _answer(request, 400, error_body(message, "invalid_request_error", field))
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body = error_body(str(error.detail), "invalid_request_error")
-    return _answer(request, error.status_code, body, error.headers)
+    """Answer a request that failed, in its path's form, and keep the reason for the access log."""
+    status, headers = 400, error.headers if isinstance(error, HTTPException) else None
+    if isinstance(error, ServeError):
+        status, body = error.status, error.body()
+    elif isinstance(error, RequestValidationError):
+        message, field = complaint(error.errors(), error.body)
+        body = error_body(message, "invalid_request_error", field)
+    elif isinstance(error, HTTPException):
+        status, body = error.status_code, error_body(str(error.detail), "invalid_request_error")
+    else:
+        traceback.print_exception(error, file=sys.stderr)
+        status, body = 500, error_body(f"the server failed: {type(error).__name__}.", "server_error")
+    request.state.refusal = body["error"]["message"]
+    return JSONResponse(for_path(body, status, request.url.path), status, headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED)
 
 
-async def _broken(request: Request, error: Exception) -> Response:
-    traceback.print_exception(error, file=sys.stderr)
-    message = f"the server failed: {type(error).__name__}."
-    return _answer(request, 500, error_body(message, "server_error"))
-
-
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    ServeError: _refused,
-    RequestValidationError: _invalid,
-    HTTPException: _http,
-    ClientGone: _gone,
-    ClientDisconnect: _gone,
-    Exception: _broken,
+    **dict.fromkeys((ServeError, RequestValidationError, HTTPException, Exception), _refused),
+    **dict.fromkeys((ClientGone, ClientDisconnect), _gone),
 }

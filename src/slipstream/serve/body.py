@@ -67,7 +67,6 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe)
-
     others: ClassVar[Others] = {}
     _ignored: tuple[str, ...] = PrivateAttr(())
 
@@ -121,12 +120,10 @@ def _names(model: type[Body]) -> set[str]:
 
 @cache
 def _kinds(model: type[Body]) -> tuple[Any, ...]:
-    """Return what the field `type` of a model may be; () if it has none."""
     return get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
 def _check_other(name: str, value: Any, model: type[Body]) -> None:
-    """Raise FieldError for a field that is not a model's own, unless its value changes nothing."""
     shown = ascii(name[:64])[1:-1][:64]  # it comes from a client: long, or half of a character
     if name not in model.others:
         near = get_close_matches(shown, [*_names(model), *model.others], 1)
@@ -181,7 +178,6 @@ def _path(error: Any, body: Any) -> str:
 
 
 def _own(error: Any) -> FieldError | None:
-    """Return our own exception in an error of pydantic's; None for an error that pydantic found."""
     cause = error.get("ctx", {}).get("error")
     return cause if isinstance(cause, FieldError) else None
 

@@ -44,22 +44,10 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
             each.cancel()
 
 
-@dataclass(frozen=True)
-class Heading:
-    """The first fields of all objects of one answer: id, time and model."""
-
-    id: str
-    created: int
-    model: str
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields of the heading as an answer has them, with the system fingerprint."""
-        return {**vars(self), "system_fingerprint": f"slipstream-{__version__}"}
-
-    @staticmethod
-    def new(prefix: str, model: str) -> Heading:
-        return Heading(f"{prefix}-{new_id()}", int(time()), model)
+def new_heading(prefix: str, model: str) -> dict[str, Any]:
+    """Return the first fields of all objects of one answer."""
+    fingerprint = f"slipstream-{__version__}"
+    return {"id": f"{prefix}-{new_id()}", "created": int(time()), "model": model, "system_fingerprint": fingerprint}
 
 
 class Call:
@@ -67,43 +55,34 @@ class Call:
 
     def __init__(self, tickets: Sequence[Ticket], samples: int = 1) -> None:
         self.tickets, self.samples = list(tickets), samples
+        self._only = tickets[0] if len(tickets) == 1 else None
 
     async def collect(self) -> list[list[Piece]]:
-        """Wait for the end -> the pieces of each ticket, the last of which has the completion."""
         per_ticket: list[list[Piece]] = [[] for _ in self.tickets]
         async for place, pieces in self.rounds():
             per_ticket[place] += pieces
         return per_ticket
 
     def rounds(self) -> AsyncIterator[tuple[int, list[Piece]]]:
-        """Yield what every round gives to a ticket, with its place; see `rounds_of`."""
         return rounds_of(self.tickets)
 
     def cancel(self) -> None:
         for ticket in self.tickets:
             ticket.cancel()
 
-    def log_fields(self, texts: bool) -> dict[str, Any]:
-        """Return the call's fields of the access log: counts, and with `texts` also prompts and answers."""
-        usage, engine = self.usage, self.tickets[0].worker.engine
-        fields: dict[str, Any] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "finish_reasons": [
-                ticket.generation.row and ticket.generation.row.finish_reason for ticket in self.tickets
-            ],
-        }
-        if texts:
-            requests = [ticket.generation.request for ticket in self.tickets[:: self.samples]]
-            fields["prompts"] = [engine.decode(request.prompt) for request in requests]
-            fields["answers"] = [ticket.generation.completion.text for ticket in self.tickets]
-        return fields
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        rows = (ticket.generation.row for ticket in self.tickets)
+        return [None if row is None else row.finish_reason for row in rows]
+
+    def texts(self) -> dict[str, list[str]]:
+        prompts = [ticket.generation.request.prompt for ticket in self.tickets[:: self.samples]]
+        written = [ticket.generation.completion.text for ticket in self.tickets]
+        return {"prompts": list(map(self.tickets[0].worker.engine.decode, prompts)), "answers": written}
 
     # ---- what an answer has besides its text ----
 
     def about(self, asked: SpeculationOptions) -> dict[str, Any]:
-        """Return the fields of the last object of an answer: usage, times and acceptance."""
         return {"usage": self.usage, "metrics": self.metrics(asked.detailed), "timings": self.timings()}
 
     @property
@@ -126,9 +105,8 @@ class Call:
 
     def metrics(self, detailed: bool = False) -> answers.AnswerMetrics | None:
         """Return times and acceptance of the only answer; None if there are several, or before its first token."""
-        if len(self.tickets) != 1:
+        if (ticket := self._only) is None:
             return None
-        [ticket] = self.tickets
         times, written = ticket.times, ticket.completion_tokens
         if times.first is None or times.last is None or times.started is None:
             return None
@@ -144,14 +122,11 @@ class Call:
 
     def timings(self) -> answers.Timings | None:
         """Return times of the only answer under llama.cpp's names; None if there are several, or without a token."""
-        if len(self.tickets) != 1:
+        if (ticket := self._only) is None or ticket.times.first is None:
             return None
-        [ticket] = self.tickets
         prefill = ticket.stats.seconds.get("prefill", 0.0)
         rounds = ticket.stats.total_seconds - prefill
         read, written = ticket.prompt_tokens - ticket.stats.cached, ticket.completion_tokens
-        if ticket.times.first is None:
-            return None
         return answers.Timings(
             cache_n=ticket.stats.cached,
             prompt_n=read,
@@ -169,24 +144,23 @@ class Call:
 
 @dataclass(frozen=True)
 class SearchCall:
-    """A beam search of one request, for the access log."""
+    """A beam search of one request, which reads its prompts without the prefix cache."""
 
     search: Search
     engine: Engine
 
-    def log_fields(self, texts: bool) -> dict[str, Any]:
-        """Return the search's fields of the access log: counts, and with `texts` also prompts and answers."""
-        completions = self.search.completions
-        fields: dict[str, Any] = {
-            "prompt_tokens": self.search.texts.prompt_tokens,
-            "completion_tokens": sum(len(each.tokens) for each in completions),
-            "cached_tokens": 0,  # a search reads its prompts itself
-            "finish_reasons": self.search.finish_reasons,
-        }
-        if texts:
-            fields["prompts"] = [self.engine.decode(prompt) for prompt in self.search.texts.prompts]
-            fields["answers"] = [each.text for each in completions]
-        return fields
+    @property
+    def finish_reasons(self) -> list[str]:
+        return self.search.finish_reasons
+
+    @property
+    def usage(self) -> answers.Usage:
+        prompt, written = self.search.texts.prompt_tokens, sum(len(each.tokens) for each in self.search.completions)
+        return answers.Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
+
+    def texts(self) -> dict[str, list[str]]:
+        written = [each.text for each in self.search.completions]
+        return {"prompts": list(map(self.engine.decode, self.search.texts.prompts)), "answers": written}
 
 
 def speculative_decoding(steps: Sequence[tuple[int, int]], detailed: bool) -> answers.SpeculativeDecoding | None:

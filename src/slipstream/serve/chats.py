@@ -10,10 +10,9 @@ from starlette.requests import Request
 from slipstream.engine.requests import Chat
 from slipstream.serve.call import Call
 from slipstream.serve.faults import BadRequest
-from slipstream.serve.grammars import constraint, tool_constraint
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.media import with_open_media
-from slipstream.serve.options import engine_options
+from slipstream.serve.options import constraint, engine_options
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.tools import Tools
@@ -28,7 +27,7 @@ async def begun(
     is such a text. Raises a ServeError for a chat that is refused.
     """
     state = state_of(request)
-    tools = Tools.of(body, state)
+    tools = Tools(body, state)
     options = await run_in_threadpool(_options, body, tools, state, tenant_of(request))  # grammars may take a while
     continued = plain is not None and state.engine.encoder.template is None
     prompt = plain if continued and plain else await chat_of(body, tools, request, field)
@@ -62,7 +61,11 @@ def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -
         if wanted > most:
             raise BadRequest(f"top_logprobs={wanted} is above the {most} that this server gives.", "top_logprobs")
         options["logprobs"] = wanted
-    return options | constraint(body, state, tools.calls()) | tool_constraint(tools, state)
+    options |= constraint(body, state, tools.calls())
+    if (schema := tools.schema()) is not None:
+        with state.refusing("tools"):
+            options["grammar"] = state.grammars.json_schema(schema)
+    return options
 
 
 def _variables(body: ChatRequest, state: ServerState, request: Request) -> dict[str, Any]:

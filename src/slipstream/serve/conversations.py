@@ -6,11 +6,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from slipstream.serve.faults import BadRequest, NotServed
-from slipstream.serve.response_answers import ResponseAnswer
+from slipstream.serve.response_output import ResponseAnswer
 from slipstream.serve.response_schema import InputMessage, InputReference, Kept, ResponsesRequest
 
-RESPONSES, BYTES = 1000, 64 << 20
-"""The most responses that are kept, and the most bytes of their requests together."""
+RESPONSES, BYTES = 1000, 64 << 20  # most responses that are kept, and the most bytes of their requests together
 
 
 class NoSuchResponse(BadRequest):
@@ -64,19 +63,16 @@ class Conversations:
         return StoredConversation(tenant, (*before.items, *new), {}, before.size + size)
 
     def find(self, response: str, tenant: str) -> ResponseAnswer:
-        """Return a response that is kept. Raises NoResponse."""
         found = self._kept.get((tenant, response))
         if found is None or found.response is None:
             raise NoResponse(f"the response {response!r} is not kept here.", "response_id")
         return found.response
 
     def drop(self, response: str, tenant: str) -> None:
-        """Keep a response no longer. Raises NoResponse."""
         self.find(response, tenant)
         self._total -= self._kept.pop((tenant, response)).size
 
     def keep(self, response: ResponseAnswer, conversation: StoredConversation, answered: dict[str, Kept]) -> None:
-        """Keep a conversation that was answered by these items; drop the oldest ones beyond the limits."""
         items = (*conversation.items, *answered.values())
         kept = replace(conversation, items=items, answered=answered, response=response)
         self._kept[conversation.tenant, response.id] = kept

@@ -10,8 +10,7 @@ from starlette.exceptions import HTTPException
 
 from slipstream.engine import queued
 
-LONGEST = 2000
-"""The most characters of an error's message."""
+LONGEST = 2000  # most characters of an error's message
 
 
 class ServeError(HTTPException):
@@ -34,16 +33,13 @@ class ServeError(HTTPException):
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error as the JSON object that OpenAI's clients expect."""
     if len(message) > LONGEST:  # it repeats what the client sent
         message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-MESSAGES = "/v1/messages"
-"""The path of Anthropic's interface, and the beginning of those below it."""
-
-KINDS = {
+MESSAGES = "/v1/messages"  # path of Anthropic's interface, and the beginning of those below it
+KINDS = {  # types of errors in Anthropic's interface, by status
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -52,7 +48,6 @@ KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""The types of errors in Anthropic's interface, by status."""
 
 
 def for_path(body: dict[str, Any], status: int, path: str) -> dict[str, Any]:

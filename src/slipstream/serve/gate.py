@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.faults import (
     HeadersTooLarge,
     ServeError,
@@ -26,24 +27,14 @@ from slipstream.serve.ids import new_id
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
-OPEN = ("/health", "/ping", "/version", "/", "/page.js", "/page.css")
-"""Paths that need no key, since they show nothing confidential."""
+OPEN = ("/health", "/ping", "/version", "/", "/page.js", "/page.css")  # need no key: they show nothing confidential
 
 
-HEADER_BYTES = 64 << 10
-"""The greatest total size of headers that is accepted, names and values together."""
-
-REASON = 300
-"""The most characters of the log's reason for a refusal."""
-
-IGNORED = 4096
-"""The most characters of the header that names fields without effect."""
-
-LARGE_BODY = 1 << 20
-"""The bytes of a body beyond which the memory that it took is worth giving back."""
-
-BODY_SECONDS = 30.0
-"""The longest wait for the next piece of a body."""
+HEADER_BYTES = 64 << 10  # greatest total size of headers that is accepted, names and values together
+REASON = 300  # most characters of the log's reason for a refusal
+IGNORED = 4096  # most characters of the header that names fields without effect
+LARGE_BODY = 1 << 20  # bytes of a body beyond which the memory that it took is worth giving back
+BODY_SECONDS = 30.0  # longest wait for the next piece of a body
 
 
 class AccessLog:
@@ -119,7 +110,7 @@ class Gate:
                 self.on_large()
             about = {"id": number, "method": scope["method"], "path": scope["path"], "status": status}
             times = {"time": time(), "seconds": monotonic() - began}
-            details = state["call"].log_fields(self.settings.log_prompts) if "call" in state else {}
+            details = _of_call(state["call"], self.settings.log_prompts) if "call" in state else {}
             if "refusal" in state:
                 details["error"] = state["refusal"][:REASON]
             self.log.write(**times, **about, tenant=state.get("tenant", ""), **details)
@@ -157,6 +148,13 @@ class Gate:
             return message
 
         return limited
+
+
+def _of_call(call: Call | SearchCall, texts: bool) -> dict[str, Any]:
+    usage = call.usage
+    counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+    cached = {"cached_tokens": usage.prompt_tokens_details.cached_tokens}
+    return {**counts, **cached, "finish_reasons": call.finish_reasons, **(call.texts() if texts else {})}
 
 
 async def _send(error: ServeError, scope: Scope, receive: Receive, send: Send) -> None:

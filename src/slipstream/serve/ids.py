@@ -8,7 +8,6 @@ _IDS = Random()  # seeded by the operating system; asking that each time costs a
 
 
 def new_id() -> str:
-    """Return a new id of 32 hexadecimal digits."""
     return f"{_IDS.getrandbits(128):032x}"
 
 

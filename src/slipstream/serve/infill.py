@@ -20,7 +20,7 @@ class Marks(NamedTuple):
     middle: str | None
 
 
-MARKS = (
+MARKS = (  # marks of published families
     Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
     Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
@@ -32,17 +32,11 @@ MARKS = (
     Marks("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
     Marks("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-"""The marks of published families."""
 
 REPOSITORY = ("<|repo_name|>", "<reponame>", "<repo_name>", "<|repo|>")
-FILE = ("<|file_sep|>", "<file_sep>", "<filename>")
-"""The tokens before a repository's and a file's name, for context from other files."""
-
-ENDS = (*FILE, *REPOSITORY, "<|fim_pad|>", "<fim_pad>", "▁<EOT>", "<EOT>")
-"""Tokens that end what is filled in, besides those that end every text of the model."""
-
-SNIPPET = "\n\n--- snippet ---\n\n"
-"""The line before a text of another file, for models without a token for that."""
+FILE = ("<|file_sep|>", "<file_sep>", "<filename>")  # before the name of another file of the context
+ENDS = (*FILE, *REPOSITORY, "<|fim_pad|>", "<fim_pad>", "▁<EOT>", "<EOT>")  # of what is filled in
+SNIPPET = "\n\n--- snippet ---\n\n"  # line before a text of another file, for models without a token for that
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,6 @@ class Infill:
     @staticmethod
     @lru_cache(maxsize=1)
     def of(tokenizer: Any) -> Infill | None:
-        """Return how a tokenizer does it; None if it has no tokens for it."""
         ids = tokenizer.get_vocab()
         marks = next((marks for marks in MARKS if all(mark is None or mark in ids for mark in marks)), None)
         if marks is None:
@@ -73,7 +66,6 @@ class Infill:
         return Infill(tokenizer, (ids[marks.prefix], ids[marks.suffix], middle), tuple(begin), repository, file, ends)
 
     def prompt(self, prefix: str, suffix: str, extra: Sequence[ExtraFile] = ()) -> tuple[int, ...]:
-        """Return the token ids that ask for the text between a prefix and a suffix, after texts of other files."""
         before, after, middle = self.marks
         parts = ([before, *self._ids(prefix)], [after, *self._ids(suffix)])
         ordered = [*parts[1], *parts[0]] if middle is None else [*parts[0], *parts[1], middle]

@@ -15,37 +15,28 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.serve.body import ignored
+from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.settings import Limits
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
 
-LIGHT = 32 << 10
-"""The bytes of the longest body that is not heavy: anything is done with it at once."""
-
-WINDOW = 256 << 10
-"""The bytes of a body that are looked at in one go, so that other threads get their turn in between."""
-
-ANYTHING = TypeAdapter[Any](Any)
-"""Reads JSON into Python's values, in a third of the time that the standard library takes."""
-
-VALUES_PER_FIELD, ESCAPES_PER_VALUE, MARKS_PER_VALUE = 8, 4, 16
-"""What takes longer to read than a number in a list may come less often, what takes less long more often."""
+LIGHT = 32 << 10  # bytes of the longest body that is not heavy: anything is done with it at once
+WINDOW = 256 << 10  # bytes of a body that are looked at in one go, so that other threads get their turn in between
+ANYTHING = TypeAdapter[Any](Any)  # reads JSON in a third of the time of the standard library
+VALUES_PER_FIELD, ESCAPES_PER_VALUE, MARKS_PER_VALUE = 8, 4, 16  # what takes longer to read may come less often
 
 
-Once = Annotated[
+Once = Annotated[  # type of a body in a route: FastAPI does not validate again what `JsonRoute` has validated
     Model, WrapValidator(lambda value, validate: value if isinstance(value, BaseModel) else validate(value))
 ]
-"""The type of a body in a route: FastAPI does not validate again what `JsonRoute` has validated."""
 
 
 class JsonRoute(APIRoute):
     """A route whose JSON body is read and validated in a thread: no body holds up the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, which gets the validated model in place of the JSON."""
         handler = super().get_route_handler()
         model = self.body_field.field_info.annotation if self.body_field else None
 
@@ -83,6 +74,8 @@ async def _read(request: Request, model: type[BaseModel]) -> ReadRequest:
             request.state.size = sum(map(len, content))
             limits = server.settings.limits
             read.content, request.state.ignored = await off_loop(request, _validated, content, model, limits)
+    if isinstance(read.content, Addressed):
+        server.check_model(read.content.model)
     return read
 
 
@@ -164,7 +157,6 @@ class JsonSize:
 
     @staticmethod
     def of(body: bytes, most: int) -> JsonSize:
-        """Count by marks alone, window by window, until there are more values than `most`."""
         size, start, inside = JsonSize(), 0, 0
         while start < len(body) and size.values <= most:
             end = start + WINDOW

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isnan, nan
 
 from slipstream.engine.generation import Generation, TokenLogprobs
@@ -10,11 +10,7 @@ from slipstream.serve import answers
 from slipstream.text.detokenize import BROKEN, Detokenizer
 from slipstream.text.spelling import Spelling
 
-LEAST = -9999.0
-"""The number sent for minus infinity, which JSON lacks."""
-
-Spell = Callable[[int], str]
-"""A function that returns the text of one token, as clients are shown it."""
+LEAST = -9999.0  # number sent for minus infinity, which JSON lacks
 
 
 def _finite(logprob: float) -> float:

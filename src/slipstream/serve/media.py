@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from http.client import HTTPException
 from time import monotonic
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import (
-    HTTPDefaultErrorHandler,
-    HTTPErrorProcessor,
-    HTTPHandler,
-    HTTPRedirectHandler,
-    HTTPSHandler,
-    OpenerDirector,
-    Request,
-)
+
+import httpx
 
 from slipstream.core.media import Modality, only
 from slipstream.engine.data_urls import data_url
@@ -30,12 +21,10 @@ from slipstream.engine.sounds import read_sound
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.state import ServerState
 
-SECONDS = 10.0
-"""The timeout for fetching an image, in seconds."""
-
+SECONDS = 10.0  # timeout for fetching an image, in seconds
 REDIRECTS = 3
 PORTS = {"http": 80, "https": 443}
-PIECE = 1 << 16
+AS_IT_IS = {"User-Agent": "slipstream", "Accept-Encoding": "identity"}
 
 
 def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -> bytes:
@@ -43,26 +32,28 @@ def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -
 
     Raises ValueError for other hosts (redirects included), longer answers, timeouts and HTTP errors.
     """
-    check_host(url, hosts)
-    opener, until = OpenerDirector(), monotonic() + seconds
-    for handler in (HTTPHandler, HTTPSHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler):
-        opener.add_handler(handler())  # no handlers for files, other protocols or proxies
-    opener.add_handler(_Within(hosts))
+    content, until = bytearray(), monotonic() + seconds
     try:
-        with opener.open(Request(url, headers={"User-Agent": "slipstream"}), timeout=seconds) as response:
-            content = bytearray()
-            while piece := response.read1(PIECE):
-                content += piece
-                if len(content) > most:
-                    raise ValueError(f"an image of messages is longer than the {most} bytes that are fetched.")
-                if monotonic() > until:
-                    raise ValueError("an image of messages takes too long to come.")
-            return bytes(content)
-    except HTTPError as error:
-        error.close()
-        raise ValueError(f"an image of messages cannot be fetched: its host answers {error.code}.") from None
-    except (OSError, HTTPException):
+        with httpx.Client(timeout=seconds, trust_env=False) as client:  # without proxies
+            for _ in range(1 + REDIRECTS):
+                check_host(url, hosts)
+                with client.stream("GET", url, headers=AS_IT_IS) as response:
+                    if response.next_request is not None:  # the body of a redirect is not read: it may be long
+                        url = str(response.next_request.url)
+                        continue
+                    if not response.is_success:
+                        code = response.status_code
+                        raise ValueError(f"an image of messages cannot be fetched: its host answers {code}.")
+                    for piece in response.iter_raw():
+                        content += piece
+                        if len(content) > most:
+                            raise ValueError(f"an image of messages is longer than the {most} bytes that are fetched.")
+                        if monotonic() > until:
+                            raise ValueError("an image of messages takes too long to come.")
+                    return bytes(content)
+    except (httpx.HTTPError, httpx.InvalidURL):
         raise ValueError("an image of messages cannot be fetched: its host does not answer as hosts do.") from None
+    raise ValueError("an image of messages cannot be fetched: its host redirects too often.")
 
 
 def check_host(url: str, hosts: Sequence[str]) -> None:
@@ -82,21 +73,6 @@ def check_host(url: str, hosts: Sequence[str]) -> None:
         )
 
 
-class _Within(HTTPRedirectHandler):
-    """Follows redirects to allowed hosts only."""
-
-    max_redirections = REDIRECTS
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.hosts = hosts
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        """Return the request to the redirect's address. Raises ValueError for one at another host."""
-        check_host(newurl, self.hosts)
-        fp.close()  # the body of a redirect is not needed, and may be long
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> list[dict[str, Any]]:
     """Return the messages with their images and sounds opened, so that no URL or path is passed on.
 
@@ -112,16 +88,14 @@ def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> l
             )
         if count > most:
             raise BadRequest(f"messages holds {count} {modality}, but at most {most} are taken.", "messages")
-    return [_opened(message, state) for message in messages] if counts else list(messages)
-
-
-def _opened(message: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    content = message.get("content")
-    return {**message, "content": [_part(part, state) for part in content]} if isinstance(content, list) else message
+    opened = [dict(message) for message in messages]
+    for message in opened if counts else ():
+        if isinstance(content := message.get("content"), list):
+            message["content"] = [_part(part, state) for part in content]
+    return opened
 
 
 def _part(part: dict[str, Any], state: ServerState) -> dict[str, Any]:
-    """Return a part of a message, opened if it is an image, from a `data:` URL or an allowed host, or a sound."""
     modality, limits = part_modality(part), state.settings.limits
     if modality is None:
         return part

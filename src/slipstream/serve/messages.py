@@ -1,12 +1,13 @@
-"""The bodies of Anthropic's Messages API, and the chats that they stand for."""
+"""Anthropic's Messages API: bodies, the chats that they stand for, and answers, whole and in events."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from slipstream.serve import published
+from slipstream.serve.answers import Answer, AnswerMetrics, Error, Sometimes, Timings
 from slipstream.serve.body import Addressed, Body
 from slipstream.serve.schema import ChatRequest, Count, Probability, SpeculationOptions, Text, ToolName
 from slipstream.text.jsontext import json_text
@@ -14,7 +15,6 @@ from slipstream.text.jsontext import json_text
 
 class TextBlock(Body):
     others = published.BLOCK
-
     type: Literal["text"]
     text: str
 
@@ -29,20 +29,17 @@ class ImageSource(Body):
 
     @property
     def address(self) -> str:
-        """The URL that a chat has for it."""
         return self.url or "" if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
 
 
 class ImageBlock(Body):
     others = published.BLOCK
-
     type: Literal["image"]
     source: ImageSource
 
 
 class ToolUseBlock(Body):
     others = published.BLOCK
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -51,7 +48,6 @@ class ToolUseBlock(Body):
 
 class ToolResultBlock(Body):
     others = published.BLOCK
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
@@ -61,7 +57,6 @@ class ThinkingBlock(Body):
     """What the assistant thought before its answer."""
 
     others = published.BLOCK
-
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
@@ -71,7 +66,6 @@ class RedactedThinkingBlock(Body):
     """A thought that only its server can read: the model is not shown it."""
 
     others = published.BLOCK
-
     type: Literal["redacted_thinking"]
     data: str
 
@@ -91,7 +85,6 @@ class Turn(Body):
 
 class OfferedTool(Body):
     others = published.TOOL
-
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
@@ -111,7 +104,6 @@ class Thinking(Body):
     """Whether the model thinks before its answer, where its chat template can tell it to."""
 
     others = published.THINKING
-
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
@@ -131,7 +123,6 @@ class OutputConfig(Body):
 
 class CountRequest(Addressed):
     others = published.MESSAGES
-
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
     tools: list[OfferedTool] | None = None
@@ -140,7 +131,6 @@ class CountRequest(Addressed):
     output_config: OutputConfig | None = None
 
     def as_chat(self, **more: Any) -> ChatRequest:
-        """Return the chat that this stands for, with `more` fields. Raises BadRequest if a chat cannot have them."""
         messages = [message for turn in self.messages for message in _messages(turn)]
         if self.system:
             messages.insert(0, {"role": "system", "content": _content(self.system)})
@@ -176,8 +166,8 @@ class MessagesRequest(CountRequest):
     speculative: bool | SpeculationOptions | None = None
 
     def as_chat(self, **more: Any) -> ChatRequest:
-        """Return the chat that this stands for. Raises BadRequest if a chat cannot have these fields."""
-        same = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "speculative")}
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream", "speculative")
+        same = {name: getattr(self, name) for name in names}
         return super().as_chat(**same, stop=self.stop_sequences or None, **more)
 
 
@@ -203,7 +193,6 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> str | list[dict[str, Any]]:
-    """Return text and images in the form of a chat; texts alone are one text."""
     if isinstance(content, str):
         return content
     if all(isinstance(block, TextBlock) for block in content):
@@ -214,3 +203,56 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
         else {"type": "image_url", "image_url": {"url": block.source.address}}
         for block in content
     ]
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+class ContentBlock(Answer):
+    """A part of the message: a text, a thought, or a call of a tool."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: Sometimes[str] = None
+    thinking: Sometimes[str] = None
+    signature: Sometimes[str] = None
+    id: Sometimes[str] = None
+    name: Sometimes[str] = None
+    input: Sometimes[dict[str, Any]] = None
+
+
+class MessageUsage(Answer):
+    """The numbers of tokens; those read from the prefix cache are not among the input tokens."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class MessageAnswer(Answer):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    metrics: Sometimes[AnswerMetrics] = None
+    timings: Sometimes[Timings] = None
+
+
+class MessageEvent(Answer):
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+class Counted(Answer):
+    input_tokens: int
+
+
+class MessageFault(Answer):
+    """The body of every error of these endpoints."""
+
+    type: Literal["error"] = "error"
+    error: Error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -18,8 +19,7 @@ from slipstream.execution.graphs import GRAPHS
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-OURS, VLLM = "slipstream:", "vllm:"
-"""The prefixes of the names of series."""
+OURS, VLLM = "slipstream:", "vllm:"  # prefixes of the names of series
 
 
 class Metrics:
@@ -31,42 +31,46 @@ class Metrics:
         self.registry = CollectorRegistry()
         for series in (self.shared, _UnderVllmNames(self.shared), _Graphs(model)):
             self.registry.register(series)
-        self.running = self._gauge("num_requests_running", "Requests whose rows have a place in the batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
-        self.drafts = self._counter("spec_decode_num_drafts", "Rounds in which a row was drafted for.")
-        self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
-        self.by_position = self._counters(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted drafted tokens, by place in the draft.", "position"
+
+        def new(kind: type[Any], name: str, help: str, *labels: str, **more: Any) -> Any:
+            made = kind(OURS + name, help, ["model_name", *labels], **{"registry": self.shared, **more})
+            return made if labels else made.labels(model)
+
+        self.running = new(Gauge, "num_requests_running", "Requests whose rows have a place in the batch.")
+        self.waiting = new(Gauge, "num_requests_waiting", "Requests that wait for a place.")
+        self.drafts = new(Counter, "spec_decode_num_drafts", "Rounds in which a row was drafted for.")
+        self.drafted = new(Counter, "spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = new(Counter, "spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        by_place = "Accepted drafted tokens, by place in the draft."
+        self.by_position = new(Counter, "spec_decode_num_accepted_tokens_per_pos", by_place, "position")
+        self.generated = new(Counter, "generation_tokens", "Tokens written.")
+        self.read = new(Counter, "prompt_tokens", "Tokens of prompts.")
+        self.finished = new(Counter, "request_success", "Requests that ended, by reason.", "finished_reason")
+        times = {
+            "time_to_first_token": ("From arrival to the first token.", FIRST),
+            "inter_token_latency": ("Between tokens of a request.", BETWEEN),
+            "e2e_request_latency": ("From arrival to the last token.", WHOLE),
+            "request_queue_time": ("From arrival to a place in the batch.", FIRST),
+        }
+        self.first, self.between, self.whole, self.queued = (
+            new(Histogram, f"{name}_seconds", help, buckets=buckets) for name, (help, buckets) in times.items()
         )
-        self.generated = self._counter("generation_tokens", "Tokens written.")
-        self.read = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.finished = self._counters("request_success", "Requests that ended, by reason.", "finished_reason")
-        self.first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
-        self.queued = self._histogram("request_queue_time_seconds", "From arrival to a place in the batch.", FIRST)
-        names = ["model_name", "phase"]
-        seconds = Counter(f"{OURS}round_seconds", "Time of rounds, by phase.", names, registry=self.registry)
-        about, why = "Rounds without the draft that was asked of another machine.", ["model_name", "reason"]
-        undrafted = Counter(f"{OURS}undrafted_rounds", about, why, registry=self.registry)
-        self.seconds, self.undrafted = _ByLabel(seconds, model), _ByLabel(undrafted, model)
+        ours, why = {"registry": self.registry}, "Rounds without the draft that was asked of another machine."
+        self.seconds = new(Counter, "round_seconds", "Time of rounds, by phase.", "phase", **ours)
+        self.undrafted = new(Counter, "undrafted_rounds", why, "reason", **ours)
 
     def text(self) -> bytes:
-        """Return all series in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def follow(self, worker: Worker) -> None:
-        """Ask a worker for what runs and waits whenever the series are read."""
         self.running.set_function(lambda: worker.running)
         self.waiting.set_function(lambda: worker.waiting)
 
     # ---- called by the worker ----
 
     def on_round(self, round: Round, worker: Worker) -> None:
-        """Count a round: its tokens, its seconds by phase and its acceptance by position."""
         for phase, seconds in round.seconds.items():
-            self.seconds[phase].inc(seconds)
+            self.seconds.labels(self.model, phase).inc(seconds)
         drafted = [depth for depth in round.draft.depths if depth]
         self.drafts.inc(len(drafted))
         self.drafted.inc(sum(round.draft.lengths))
@@ -74,10 +78,9 @@ class Metrics:
         self.generated.inc(sum(map(len, round.tokens)))
         for position in range(max(round.accepted, default=0)):
             count = sum(accepted > position for accepted in round.accepted)
-            self.by_position[str(position)].inc(count)
+            self.by_position.labels(self.model, position).inc(count)
 
     def on_tokens(self, ticket: Ticket, count: int, now: float) -> None:
-        """Record the times of a request's tokens."""
         times, before = ticket.times, ticket.times.last
         if times.first is None:
             self.first.observe(now - times.arrived)
@@ -88,17 +91,15 @@ class Metrics:
                 self.between.observe((now - before) / count)
 
     def on_end(self, ticket: Ticket, now: float) -> None:
-        """Count the end of a request by its reason, and add up its statistics."""
         row = ticket.generation.row
         assert row is not None and row.finish_reason
         self.stats += row.stats
         for reason, count in row.stats.undrafted.items():
-            self.undrafted[reason].inc(count)
+            self.undrafted.labels(self.model, reason).inc(count)
         self.whole.observe(now - ticket.times.arrived)
-        self.finished[row.finish_reason].inc()
+        self.finished.labels(self.model, row.finish_reason).inc()
 
     def on_search(self, search: Search, now: float) -> None:
-        """Count a beam search: its texts as requests that ended, and what was drafted and accepted on the way."""
         completions = search.completions
         stats = sum((each.stats for each in completions), Stats())
         self.read.inc(search.texts.prompt_tokens)
@@ -107,40 +108,13 @@ class Metrics:
         self.drafted.inc(stats.drafted)
         self.accepted.inc(stats.accepted)
         for position, count in enumerate(stats.accepted_by_position):
-            self.by_position[str(position)].inc(count)
+            self.by_position.labels(self.model, position).inc(count)
         for phase, seconds in stats.seconds.items():
-            self.seconds[phase].inc(seconds)
+            self.seconds.labels(self.model, phase).inc(seconds)
         self.queued.observe((search.times.started or now) - search.times.arrived)
         self.whole.observe(now - search.times.arrived)
         for reason in search.finish_reasons:
-            self.finished[reason].inc()
-
-    # ---- series that vLLM has too ----
-
-    def _counters(self, name: str, help: str, label: str) -> _ByLabel:
-        return _ByLabel(Counter(OURS + name, help, ["model_name", label], registry=self.shared), self.model)
-
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(OURS + name, help, ["model_name"], registry=self.shared).labels(self.model)
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(OURS + name, help, ["model_name"], registry=self.shared).labels(self.model)
-
-    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        series = Histogram(OURS + name, help, ["model_name"], registry=self.shared, buckets=buckets)
-        return series.labels(self.model)
-
-
-class _ByLabel(dict[str, Counter]):
-    """The counters of a family by the value of their label; one that is new begins at 0."""
-
-    def __init__(self, family: Counter, model: str) -> None:
-        super().__init__()
-        self.family, self.model = family, model
-
-    def __missing__(self, label: str) -> Counter:
-        counter = self[label] = self.family.labels(self.model, label)
-        return counter
+            self.finished.labels(self.model, reason).inc()
 
 
 class _UnderVllmNames(Collector):

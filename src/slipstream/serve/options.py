@@ -7,11 +7,13 @@ from hashlib import sha256
 from typing import Any
 
 from slipstream.core.options import REQUEST_FIELDS
+from slipstream.decoding.grammar import Grammars
 from slipstream.decoding.rules import COUPLED
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.response_schema import ResponsesRequest
 from slipstream.serve.schema import Decoding, SpeculationOptions
-from slipstream.serve.settings import Limits, ServeSettings
+from slipstream.serve.settings import ServeSettings
+from slipstream.serve.state import ServerState
 
 
 def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict[str, Any]:
@@ -21,9 +23,14 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     request names another: the text then depends on the seed alone, not on draft lengths, which vary with the load.
     Raises BadRequest for what is above a limit.
     """
-    check_limits(body, settings.limits)
     sent = {name: getattr(body, field, None) for name, field in REQUEST_FIELDS.items()}
     options = {name: value for name, value in sent.items() if value is not None}
+    limits = settings.limits
+    for name, value in options.items():
+        most = {"n": limits.samples, "stop": limits.stops}.get(name, limits.bias)
+        count = len(value) if isinstance(value, list | dict) else value if name == "n" else 1
+        if count > most:
+            raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
     options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
     salt = secrets.token_hex() if body.cache_prompt is False else body.cache_salt or ""
     options["cache_salt"] = f"{tenant}/{sha256(salt.encode()).hexdigest()}"  # the cache keeps it: it may be long
@@ -57,10 +64,37 @@ def speculation(body: Decoding | ResponsesRequest) -> SpeculationOptions:
     return SpeculationOptions(gamma=0) if speculative is False else SpeculationOptions()
 
 
-def check_limits(body: Decoding, limits: Limits) -> None:
-    """Raise BadRequest for the first field that exceeds the server's limits."""
-    for name, field in REQUEST_FIELDS.items():
-        value, most = getattr(body, field, None), {"n": limits.samples, "stop": limits.stops}.get(name, limits.bias)
-        count = len(value) if isinstance(value, list | dict) else value if name == "n" else 1
-        if count and count > most:
-            raise BadRequest(f"{name} asks for {count}, but this server gives at most {most}.", name)
+# ---- the form of the answer ------------------------------------------------------------------------------------------
+
+MAKERS = {"json_": Grammars.json_schema, "regex": Grammars.regex, "choice": Grammars.choice, "grammar": Grammars.lark}
+"""The forms of `structured_outputs` -> what makes a grammar of each."""
+
+
+def constraint(body: Decoding, state: ServerState, calls: str | None = None) -> dict[str, Any]:
+    """Return the engine's option for `response_format` or `structured_outputs`; {} if the answer is free text.
+
+    `calls` are the rules by which the answer may be calls of tools instead. Raises BadRequest, which names the field,
+    for a form that is not possible.
+    """
+    form, outputs = body.response_format, body.structured_outputs
+    formed = form is not None and form.type != "text"
+    if formed and outputs is not None:
+        raise BadRequest("response_format and structured_outputs exclude each other.", "structured_outputs")
+    if not formed and outputs is None:
+        return {}
+    with state.refusing("response_format" if formed else "structured_outputs"):
+        if outputs is not None:
+            forms = {name: value for name, value in vars(outputs).items() if value is not None}
+            if len(forms) != 1:
+                kinds = "give one of json, regex, choice and grammar."
+                raise ValueError(f"structured_outputs has {len(forms)} forms: {kinds}")
+            [(name, value)] = forms.items()
+            made = MAKERS[name](state.grammars, value)
+        else:
+            assert form is not None
+            named = form.json_schema.schema_ if form.json_schema else None
+            schema = form.schema_ if form.type == "json_object" else named
+            if schema is None and form.type != "json_object":
+                raise ValueError("response_format of type json_schema needs json_schema.schema, the schema itself.")
+            made = state.grammars.json_object() if schema is None else state.grammars.json_schema(schema)
+        return {"grammar": state.grammars.within(calls, made) if calls else made}

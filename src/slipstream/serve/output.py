@@ -12,10 +12,8 @@ from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.answers import Answer, Common, ErrorAnswer
 from slipstream.serve.faults import BadRequest, ServeError, ServiceUnavailable
 
-DONE = "[DONE]"
-"""The data of the last event of a stream."""
-
-ERRORS: dict[int | str, dict[str, Any]] = {
+DONE = "[DONE]"  # data of the last event of a stream
+ERRORS: dict[int | str, dict[str, Any]] = {  # possible errors by status, for the OpenAPI description
     status: {"model": ErrorAnswer, "description": text}
     for status, text in {
         400: "The request cannot be served as it is; `param` names the field.",
@@ -27,7 +25,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is starting, ending, or has lost its worker.",
     }.items()
 }
-"""The possible errors by status, for the OpenAPI description."""
 ERRORS[401]["headers"] = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
 ERRORS[429]["headers"] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
 

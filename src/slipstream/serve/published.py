@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Others = dict[str, tuple[Any, ...] | None]
-"""Names of fields -> the values that change nothing: () if there are none, None if all values change nothing."""
+Others = dict[str, tuple[Any, ...] | None]  # the values that change nothing: (): none, None: all
 
 
 def _any(names: str) -> Others:
@@ -20,10 +19,8 @@ def _only(values: tuple[Any, ...], names: str) -> Others:
     return dict.fromkeys(names.split(), values)
 
 
-_DECORATION: Others = _any("cache_control provider_specific_fields extra_content")
-"""What client libraries add to every object."""
-
-REQUEST: Others = {
+_DECORATION: Others = _any("cache_control provider_specific_fields extra_content")  # which client libraries add
+REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
     **_any("user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid"),
     **_any("provider_specific_fields keep_alive ttl id_slot guided_decoding_backend draft_model"),
     **_any("mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n n_keep"),
@@ -42,13 +39,10 @@ REQUEST: Others = {
     **_only((), "repeat_last_n samplers grammar json_schema regex ebnf stop_regex lora_path t_max_predict_ms"),
     **_only((), "stop_token top_n_sigma random_seed generation_config options extra_body custom_logit_processor"),
 }
-"""Those of /v1/completions and /v1/chat/completions."""
 
 COMPLETION: Others = _only((True,), "add_special_tokens")
 
-INFILL: Others = _any("samplers n_indent t_max_prompt_ms")
-"""What editor plugins send to /infill besides; the sampling is that of the other fields."""
-
+INFILL: Others = _any("samplers n_indent t_max_prompt_ms")  # from editor plugins
 EXTRA_FILE: Others = _any("time")
 
 CHAT: Others = {
@@ -79,13 +73,12 @@ MESSAGE: Others = {
     **_only((), "audio function_call"),
 }
 
-TOOL: Others = {
+TOOL: Others = {  # those of tools, of calls of tools, and of their functions
     **_DECORATION,
     **_any("index parsed_arguments defer_loading eager_input_streaming allowed_callers input_examples"),
 }
-"""Those of tools, of calls of tools, and of their functions."""
 
-RESPONSES: Others = {
+RESPONSES: Others = {  # those of /v1/responses
     **_any("user service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
     **_any("stream_options"),
     **_only(("auto", "disabled"), "truncation"),
@@ -94,26 +87,18 @@ RESPONSES: Others = {
     **_only((0,), "top_logprobs"),
     **_only((), "conversation prompt max_tool_calls context_management moderation"),
 }
-"""Those of /v1/responses."""
 
-BLOCK: Others = _DECORATION | _any("citations caller toolset_name is_error")
-"""Those of a block of content in /v1/messages."""
-
-THINKING: Others = _any("budget_tokens display")
-"""Those of the field `thinking` in /v1/messages: the model decides how long it thinks."""
-
-MESSAGES: Others = {
+BLOCK: Others = _DECORATION | _any("citations caller toolset_name is_error")  # of content in /v1/messages
+THINKING: Others = _any("budget_tokens display")  # the model decides how long
+MESSAGES: Others = {  # those of /v1/messages
     **_any("metadata service_tier inference_geo betas anthropic_beta user speed"),
     **_any("cache_control diagnostics user_profile_id workspace_id"),
     **_only(([],), "mcp_servers"),
     **_only((), "container context_management output_format"),
 }
-"""Those of /v1/messages."""
 
-ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by")
-"""Those of an item in the input of /v1/responses."""
-
-AUDIO: Others = {
+ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by")  # in the input of /v1/responses
+AUDIO: Others = {  # those of the forms of /v1/audio, whose values are texts
     **_any("user"),
     **_only(("auto",), "chunking_strategy"),
     **_only(("false",), "stream"),
@@ -121,7 +106,6 @@ AUDIO: Others = {
         (), "prompt hotwords include[] known_speaker_names[] known_speaker_references[] seed to_language vad_filter"
     ),
 }
-"""Those of the forms of /v1/audio, whose values are texts."""
 
 TEXT_SETTINGS: Others = _only(("medium",), "verbosity")
 REASONING_SETTINGS: Others = _any("summary generate_summary context")

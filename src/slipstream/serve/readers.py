@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from slipstream.engine.generation import Piece
 from slipstream.serve import answers
@@ -12,17 +12,14 @@ from slipstream.serve.regions import Regions, new_call
 from slipstream.text.detokenize import Detokenizer
 from slipstream.text.jsontext import json_text
 
-Reader = Callable[[Piece], list[answers.Delta]]
-"""Turns the text of the model, piece by piece, into parts of a message; the last piece of a text has its completion."""
+Reader = Callable[[Piece], list[answers.Delta]]  # the last piece of a text has its completion
 
 
 def verbatim(piece: Piece) -> list[answers.Delta]:
-    """Return all text as the content of the message."""
     return [answers.Delta(content=piece.text)] if piece.text else []
 
 
 def one_call(name: str) -> Reader:
-    """Return a reader of all text as the arguments of one tool; a grammar makes the text valid arguments."""
     begun = False
 
     def read(piece: Piece) -> list[answers.Delta]:
@@ -77,7 +74,6 @@ class ByFamily:
         self._marks: deque[tuple[int, str]] = deque()  # tokens that are not printed, behind the text that was read
 
     def __call__(self, piece: Piece) -> list[answers.Delta]:
-        """Return the parts of the message that became certain."""
         if piece.token is not None:
             if mark := self._hidden.get(piece.token):
                 self._length += len(self._printed.flush())
@@ -110,8 +106,17 @@ def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
     return merged
 
 
+def parts_of(delta: answers.Delta) -> Iterator[tuple[str, str, answers.ToolCallAnswer | None]]:
+    """Yield the kind of each part of a delta ("reasoning", "content", "call"), its text, and a call that it begins."""
+    if delta.reasoning_content:
+        yield "reasoning", delta.reasoning_content, None
+    if delta.content:
+        yield "content", delta.content, None
+    for call in delta.tool_calls or ():
+        yield "call", call.function.arguments, call if call.function.name is not None else None
+
+
 def as_message(deltas: Sequence[answers.Delta]) -> answers.AssistantMessage:
-    """Return a whole message, merged from its deltas."""
     content = [delta.content for delta in deltas if delta.content is not None]
     reasoning = [delta.reasoning_content for delta in deltas if delta.reasoning_content is not None]
     calls: dict[int, answers.ToolCallAnswer] = {}

@@ -36,7 +36,6 @@ class Recipe:
         return source_name(draft_of(self.models.target, self.models.draft))
 
     def engine(self, progress: Callable[[str], object] | None = None) -> Engine:
-        """Load the models -> an engine with the chat template. Raises ValueError as `slipstream.load` does."""
         engine = load(replace(self.models, batch_size=self.room.rows), progress=progress)
         if self.template is not None:
             for owner in (engine.tokenizer, *([engine.media.processor] if engine.media else [])):
@@ -44,7 +43,6 @@ class Recipe:
         return engine
 
     def state(self, progress: Callable[[str], object] | None = None) -> ServerState:
-        """Load the models -> the state of a server. Raises ValueError as `slipstream.load` does."""
         from slipstream.serve.state import ServerState  # it needs the server's libraries, as a batch need not
 
         return ServerState.new(self.engine(progress), self.settings, self.room, self.draft)

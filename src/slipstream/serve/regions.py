@@ -9,16 +9,14 @@ from slipstream.serve import answers
 from slipstream.serve.families import END
 from slipstream.serve.ids import new_call_id
 
-KINDS = {
+KINDS = {  # fields of response templates that are texts -> the fields of a message that they become
     **dict.fromkeys(("content", "response"), "content"),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content"),
 }
-"""The fields of response templates that are texts -> the fields of a message that they become."""
 
 CALLS = "tool_calls"
 
-ParseCalls = Callable[[str], list[tuple[str, str]]]
-"""Returns names and arguments of the calls in a region, marks included. Raises ValueError for what is no call."""
+ParseCalls = Callable[[str], list[tuple[str, str]]]  # region -> names and arguments, else ValueError
 
 
 class Regions:
@@ -56,7 +54,6 @@ class Regions:
         self._lost = ""
 
     def feed(self, text: str, hidden: bool = False) -> Iterator[answers.Delta]:
-        """Add a text, or the name of a token that is not printed -> the parts of the message that became certain."""
         if hidden:
             self._hidden.append((len(self._buffer), len(self._buffer) + len(text)))
         self._buffer += text
@@ -134,7 +131,6 @@ class Regions:
             self._count += 1
 
     def _text(self, text: str) -> Iterator[answers.Delta]:
-        """Yield a text as a part of the message, according to the region that it is in."""
         kind = self._outside if self._field is None else KINDS.get(self._field.name)
         self._ended |= self._formed and self._field is None and bool(text.strip())
         if kind is None:
@@ -149,7 +145,6 @@ class Regions:
             yield answers.Delta(**{kind: text})
 
     def _take(self, length: int) -> str:
-        """Take a text from the beginning of the buffer -> the part of it that is printed."""
         text, place = "", 0
         for begin, end in self._hidden:
             text += self._buffer[place : min(begin, length)]

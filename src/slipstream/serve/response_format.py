@@ -17,11 +17,8 @@ from slipstream.serve.regions import CALLS, Regions
 from slipstream.serve.schema import TOOL_NAME
 from slipstream.text.jsontext import json_text
 
-BEGUN = 1024
-"""The most tokens of a message that the prompt has begun; more are not looked at."""
-
-XML = "xml-inline"
-"""The content of a region that consists of tags; transformers skips what stands between them."""
+BEGUN = 1024  # most tokens of a message that the prompt has begun; more are not looked at
+XML = "xml-inline"  # content of a region that consists of tags; transformers skips what stands between them
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,10 @@ class AnswerForm:
             found = parser.finalize()[0].get(CALLS)
         except Exception as error:  # of any type, depending on what the model wrote
             raise ValueError(f"this is no call: {error}") from None
-        if field.content == XML and _between_tags(region, field):
-            raise ValueError("this is no call: there is text between its parameters.")
+        if field.content == XML:
+            body = field.close_re.sub("", field.open_re.sub("", region, count=1), count=1)
+            if re.sub(field.content_args["tag_pattern"], "", body, flags=re.DOTALL).strip():
+                raise ValueError("this is no call: there is text between its parameters.")
         return [call for each in _listed(found) for call in _calls(each)]
 
 
@@ -77,7 +76,6 @@ def _of_family(model: PreTrainedModel, tokenizer: Any) -> Any:
 
 
 def _listed(found: Any) -> list[Any]:
-    """Return calls as one list; a region may hold one, or a list of them."""
     if not isinstance(found, list):
         return [found]
     return [call for each in found for call in _listed(each)]
@@ -96,7 +94,6 @@ def _call(found: Any) -> tuple[str, str]:
 
 
 def _calls(found: Any) -> list[tuple[str, str]]:
-    """Return the calls that were found: one, or those in a text of Python. Raises ValueError for anything else."""
     if not isinstance(found, str):
         return [_call(found)]
     try:
@@ -110,8 +107,3 @@ def _calls(found: Any) -> list[tuple[str, str]]:
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in each.keywords}
         calls.append(_call({"function": {"name": ast.unparse(each.func), "arguments": arguments}}))
     return calls
-
-
-def _between_tags(region: str, field: Any) -> bool:
-    body = field.close_re.sub("", field.open_re.sub("", region, count=1), count=1)
-    return bool(re.sub(field.content_args["tag_pattern"], "", body, flags=re.DOTALL).strip())

@@ -1,24 +1,127 @@
-"""The output of /v1/responses: items, and the events that tell of them, from the parts of an assistant's message."""
+"""The answers of /v1/responses: their objects, and the events that tell of items as they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
 
 from slipstream.serve import answers
+from slipstream.serve.answers import Answer, AnswerMetrics, Error, PromptDetails, Sometimes, Timings
 from slipstream.serve.ids import new_id
-from slipstream.serve.response_answers import (
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-)
+from slipstream.serve.readers import parts_of
 from slipstream.serve.response_schema import InputCall, InputMessage, InputReasoning, InputText, Kept
 
-Told = tuple[str, dict[str, Any]]
-"""The kind of an event, without `response.`, and its fields."""
+
+class OutputText(Answer):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class OutputMessage(Answer):
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: str = "in_progress"
+    content: list[OutputText]
+
+
+class ReasoningText(Answer):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(Answer):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    status: str = "in_progress"
+    summary: list[Any] = Field(default_factory=list)
+    content: list[ReasoningText]
+
+
+class OutputCall(Answer):
+    """A call of a function in the output of /v1/responses; its arguments are JSON text."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class OutputDetails(Answer):
+    """The tokens of the output that are reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Answer):
+    """The numbers of tokens read and written, under the names of /v1/responses."""
+
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = Field(default_factory=OutputDetails)
+    total_tokens: int
+
+
+class Incomplete(Answer):
+    """The reason why a response ended before it was complete."""
+
+    reason: str
+
+
+class ResponseAnswer(Answer):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputItem]
+    error: Error | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    max_output_tokens: Sometimes[int] = None
+    store: bool
+    usage: Sometimes[ResponseUsage] = None
+    metrics: Sometimes[AnswerMetrics] = None
+    timings: Sometimes[Timings] = None
+
+
+class ResponseDeleted(Answer):
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ResponseEvent(Answer):
+    model_config = ConfigDict(extra="allow")
+    type: str
+    sequence_number: int
+
+
+# ---- from the parts of a message -------------------------------------------------------------------------------------
+
+Told = tuple[str, dict[str, Any]]  # kind of an event, without `response.`, and its fields
 
 
 class ResponseOutput:
@@ -29,21 +132,16 @@ class ResponseOutput:
         self._open: OutputItem | None = None
 
     def add(self, delta: answers.Delta) -> Iterator[Told]:
-        """Add a part of the message -> the events that tell of it."""
-        if delta.reasoning_content:
-            if not isinstance(self._open, OutputReasoning):
-                yield from self._begin(OutputReasoning(id=f"rs_{new_id()}", content=[ReasoningText(text="")]))
-            yield from self._write(delta.reasoning_content)
-        if delta.content:
-            if not isinstance(self._open, OutputMessage):
-                yield from self._begin(OutputMessage(id=f"msg_{new_id()}", content=[OutputText(text="")]))
-            yield from self._write(delta.content)
-        for call in delta.tool_calls or ():
-            if call.function.name is not None:
+        for kind, text, call in parts_of(delta):
+            if call is not None:
                 assert call.id is not None, "the first part of a call has its id"
-                begun = OutputCall(id=f"fc_{new_id()}", call_id=call.id, name=call.function.name, arguments="")
-                yield from self._begin(begun)
-            yield from self._write(call.function.arguments)
+                name = str(call.function.name)
+                yield from self._begin(OutputCall(id=f"fc_{new_id()}", call_id=call.id, name=name, arguments=""))
+            elif kind == "reasoning" and not isinstance(self._open, OutputReasoning):
+                yield from self._begin(OutputReasoning(id=f"rs_{new_id()}", content=[ReasoningText(text="")]))
+            elif kind == "content" and not isinstance(self._open, OutputMessage):
+                yield from self._begin(OutputMessage(id=f"msg_{new_id()}", content=[OutputText(text="")]))
+            yield from self._write(text)
 
     def end(self, status: str) -> Iterator[Told]:
         """End the output -> the last events; a response without any item gets a message without a text."""
@@ -53,7 +151,6 @@ class ResponseOutput:
 
     @property
     def as_input(self) -> dict[str, Kept]:
-        """The items by their ids, as the input of a later request has them."""
         found: dict[str, Kept] = {}
         for item in self.items:
             if isinstance(item, OutputCall):
@@ -102,7 +199,6 @@ class ResponseOutput:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The fields of events that say which item they are about: the last one."""
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
 
 

@@ -8,37 +8,27 @@ from pydantic import Discriminator, Field, Tag
 
 from slipstream.serve import published
 from slipstream.serve.body import Addressed, Body
-from slipstream.serve.schema import Count, Effort, Probability, SpeculationOptions, ToolName
+from slipstream.serve.schema import Count, Effort, Probability, RefusalPart, SpeculationOptions, ToolName
 
 
 class InputText(Body):
     others = published.PART
-
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
     text: str
 
 
-class InputRefusal(Body):
-    others = published.PART
-
-    type: Literal["refusal"]
-    refusal: str
-
-
 class InputImage(Body):
     others = published.PART
-
     type: Literal["input_image"]
     image_url: str = Field(description="A data: URL, or an address at a host that the server's operator allowed.")
     detail: Literal["auto", "low", "high"] | None = Field(None, description="Taken, and left to the model's processor.")
 
 
-Content = str | list[Annotated[InputText | InputRefusal | InputImage, Field(discriminator="type")]]
+Content = str | list[Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]]
 
 
 class InputMessage(Body):
     others = published.ITEM
-
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -46,7 +36,6 @@ class InputMessage(Body):
 
 class InputCall(Body):
     others = published.ITEM
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -57,7 +46,6 @@ class InputResult(Body):
     """What a called function returned."""
 
     others = published.ITEM
-
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -67,7 +55,6 @@ class InputReasoning(Body):
     """The model's reasoning; that of other servers, which they encrypt, has no text."""
 
     others = published.ITEM | dict.fromkeys(("encrypted_content",))
-
     type: Literal["reasoning"]
     summary: list[InputText] | None = None
     content: list[InputText] | None = None
@@ -87,9 +74,7 @@ def _type_of(item: Any) -> str:
     return str(item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message"))
 
 
-Kept = InputMessage | InputCall | InputResult | InputReasoning
-"""What a conversation consists of."""
-
+Kept = InputMessage | InputCall | InputResult | InputReasoning  # what a conversation consists of
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
@@ -102,7 +87,6 @@ Item = Annotated[
 
 class ResponseTool(Body):
     others = published.TOOL
-
     type: Literal["function"]
     name: ToolName
     description: str | None = None
@@ -125,13 +109,11 @@ class TextFormat(Body):
 
 class TextSettings(Body):
     others = published.TEXT_SETTINGS
-
     format: TextFormat | None = None
 
 
 class ReasoningSettings(Body):
     others = published.REASONING_SETTINGS
-
     effort: Effort | None = None
 
 
@@ -139,7 +121,6 @@ class ResponsesRequest(Addressed):
     """The body of /v1/responses. Unless `store` is false, the response is kept for a while, to go on with it."""
 
     others = published.RESPONSES
-
     input: str | list[Item]
     previous_response_id: str | None = Field(None, description="The response that this one goes on with.")
     instructions: str | None = None

@@ -18,9 +18,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
 
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
-"""The names that tools may have."""
-
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"  # names that tools may have
 ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -29,7 +27,6 @@ class StreamOptions(Body):
     """The options of a stream: what it sends besides the text."""
 
     others = published.STREAM_OPTIONS
-
     include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
 
@@ -71,7 +68,6 @@ class ResponseFormat(Body):
 
 class TextPart(Body):
     others = published.PART
-
     type: Literal["text"]
     text: str
 
@@ -80,7 +76,6 @@ class RefusalPart(Body):
     """A text by which the assistant refused; models are shown it as any other."""
 
     others = published.PART
-
     type: Literal["refusal"]
     refusal: str
 
@@ -98,7 +93,6 @@ class ImageUrl(Body):
 
 class ImagePart(Body):
     others = published.PART
-
     type: Literal["image_url"]
     image_url: ImageUrl | str
 
@@ -112,7 +106,6 @@ class InputAudio(Body):
 
 class AudioPart(Body):
     others = published.PART
-
     type: Literal["input_audio"]
     input_audio: InputAudio
 
@@ -137,7 +130,6 @@ KINDS = {list[str]: Text | list[Text], list[int]: list[TokenId], dict[int, float
 
 
 def field_of(option: Option, description: str) -> Any:
-    """Return the field of a body that sets an option: its type and its `Field`."""
     bounds = Bounds.read(option.served or option.bounds)
     limits: dict[str, Any] = {"gt" if bounds.open else "ge": bounds.least, "le": bounds.most}
     whole = {name: option.kind(bound) for name, bound in limits.items() if math.isfinite(bound) and option.is_number}
@@ -145,7 +137,6 @@ def field_of(option: Option, description: str) -> Any:
 
 
 def fields_of(*groups: str) -> dict[str, Any]:
-    """Return the fields of a body that set the options of some groups, under all of their names."""
     asked = [each for each in OPTIONS.values() if each.field and each.group in groups]
     others = {other: field_of(each, f"The same as {each.field}.") for each in asked for other in each.also}
     return {str(each.field): field_of(each, each.help) for each in asked} | others
@@ -159,7 +150,6 @@ class Decoding(Sampled):
     """The fields of every request for text."""
 
     others = published.REQUEST
-
     n_predict: Literal[-1] | Count | None = Field(None, description="max_tokens, as llama.cpp calls it; -1: no limit.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -201,7 +191,6 @@ class CompletionRequest(Decoding, Searched):
     """The body of /v1/completions. For an encoder-decoder, the prompt is the source."""
 
     others = published.REQUEST | published.COMPLETION
-
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     suffix: str | None = Field(None, description="The text after the answer, for models that fill in.")
     echo: bool | None = None
@@ -215,14 +204,12 @@ class ExtraFile(Body):
     """A text of another file, as context."""
 
     others = published.EXTRA_FILE
-
     filename: str | None = None
     text: str
 
 
 class InfillRequest(Decoding):
     others = published.REQUEST | published.INFILL
-
     input_prefix: str | None = None
     input_suffix: str | None = None
     input_extra: list[ExtraFile] | None = None
@@ -235,14 +222,12 @@ class FunctionCall(Body):
     """The function that a message calls; its arguments are JSON text, or an object, as some clients send them."""
 
     others = published.TOOL
-
     name: str
     arguments: str | dict[str, Any]
 
 
 class ToolCall(Body):
     others = published.TOOL
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -252,7 +237,6 @@ class Message(Body):
     """A message of a chat: its role, its content, and its tool calls."""
 
     others = published.MESSAGE
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
@@ -265,7 +249,6 @@ class Message(Body):
 
 class Function(Body):
     others = published.TOOL
-
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -274,7 +257,6 @@ class Function(Body):
 
 class Tool(Body):
     others = published.TOOL
-
     type: Literal["function"]
     function: Function
 
@@ -290,7 +272,6 @@ class ToolChoice(Body):
 
 class ChatRequest(Decoding):
     others = published.REQUEST | published.CHAT
-
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
@@ -306,7 +287,6 @@ class ChatRequest(Decoding):
 
     @staticmethod
     def of(body: dict[str, Any]) -> ChatRequest:
-        """Return the chat that another interface's request means. Raises BadRequest if a chat cannot be so."""
         try:
             return ChatRequest.model_validate(body)
         except ValidationError as error:
@@ -315,7 +295,6 @@ class ChatRequest(Decoding):
 
 class TokenizeRequest(Addressed):
     others = published.TOKENIZE
-
     prompt: str | None = None
     content: str | None = Field(None, description="prompt, as llama.cpp calls it, without special tokens of itself.")
     messages: list[Message] | None = Field(None, min_length=1)

@@ -19,9 +19,7 @@ from slipstream.serve.gate import HEADER_BYTES, AccessLog
 from slipstream.serve.sockets import say
 from slipstream.serve.state import ServerState
 
-HEADER_SECONDS = 10.0
-"""The time in which the headers of a request have to arrive, once the connection stands or a part of them has come."""
-
+HEADER_SECONDS = 10.0  # until the headers of a request have come, from its first byte or the connection on
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -67,14 +65,9 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._timer = None
 
 
-GRACE = 0.8
-"""The seconds in which a server ends after the second signal, whatever still runs."""
-
-TURN = 1e-3
-"""The seconds after which a thread that computes gives the interpreter to another one, as to the event loop."""
-
-DIED, NOT_READY = 1, 130
-"""The exit codes of a server whose worker failed, and of one that a signal ended before its models were ready."""
+GRACE = 0.8  # seconds in which a server ends after the second signal, whatever still runs
+TURN = 1e-3  # seconds after which a thread that computes gives the interpreter to another one, as to the event loop
+DIED, NOT_READY = 1, 130  # exit codes: the worker failed; ended by a signal before the models were ready
 
 
 class Server(uvicorn.Server):
@@ -111,7 +104,6 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     def run_to_end(self) -> int:
-        """Serve until a signal comes or the worker dies -> the exit code."""
         sys.setswitchinterval(TURN)
         gc.collect()
         gc.freeze()  # a collection stops all threads, the longer the more there is to look at: the models need no look

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from slipstream.core.values import whole_number
 
-ANY = "*"
-"""The name that allows all."""
+ANY = "*"  # name that allows all
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Hosts:
 
 
 def _is(host: str, what: str = "version") -> bool:
-    """Return whether a host is an address, and a loopback or an unspecified one if asked."""
     try:
         return bool(getattr(ip_address(host), what))
     except ValueError:

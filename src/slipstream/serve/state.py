@@ -40,20 +40,16 @@ from slipstream.text.spelling import Spelling
 from slipstream.theory import best_gamma_by_position
 from slipstream.version import __version__
 
-FIELDS = REQUEST_FIELDS | {
+FIELDS = REQUEST_FIELDS | {  # names of the engine's options -> the fields of a request that set them
     "num_beams": "use_beam_search",
     "num_return_sequences": "n",
     "template_kwargs": "chat_template_kwargs",
     "timestamps": "response_format",
     **{name: f"speculative.{name}" for name in ("gamma", "verify", "lossless")},
 }
-"""The names of the engine's options -> the fields of a request that set them."""
 
-LONGEST = 4096
-"""The most tokens of an answer without a limit of its own, where the target has no limit either."""
-
-LONGEST_PROMPT = 1 << 17
-"""The most tokens of a text that is tokenized, where the target has no limit."""
+LONGEST = 4096  # most tokens of an answer without a limit of its own, where the target has no limit either
+LONGEST_PROMPT = 1 << 17  # most tokens of a text that is tokenized, where the target has no limit
 
 
 @dataclass
@@ -71,7 +67,6 @@ class ServerState:
 
     @staticmethod
     def new(engine: Engine, settings: ServeSettings, room: Capacity, draft: str | None) -> ServerState:
-        """Make the state of a server that starts now, from an engine, the settings and the name of its draft."""
         if engine.text_limit is None:
             engine.text_limit = TextLimit.of(engine.tokenizer, LONGEST_PROMPT)
         metrics = Metrics(settings.names[0])
@@ -81,55 +76,45 @@ class ServerState:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the worker, for work that does not run the models."""
         return self.worker.engine
 
     @property
     def model(self) -> str:
-        """The name of the model in answers."""
         return self.settings.names[0]
 
     @property
     def longest(self) -> int:
-        """The most tokens of an answer that sets no limit of its own."""
         own = self.engine.defaults.settings.get("max_new_tokens")
         return own or self.engine.decoder.target.context or LONGEST
 
     @property
     def temperature(self) -> float:
-        """The temperature of requests that set none: the model's own if it has one, else OpenAI's."""
         return self.engine.defaults.settings.get("temperature", 1.0)
 
     @property
     def spelling(self) -> Spelling:
-        """The texts and bytes of the model's tokens."""
         assert self.engine.spelling is not None, "a model that is served has a tokenizer"
         return self.engine.spelling
 
     def check_model(self, name: str | None) -> None:
-        """Raise NotServed for the name of another model."""
         if name is not None and name not in self.settings.names:
             raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
 
     def encode(self, prompt: Prompt, field: str) -> list[int]:
-        """Return the token ids of a prompt. Raises BadRequest, which names `field`, for one that is not possible."""
         with self.refusing(field):
             return list(self.engine.encode(prompt))
 
     def check_length(self, field: str, *texts: str | None) -> None:
-        """Raise ContextExceeded, which names `field`, for texts with more characters than the model can hold."""
         with self.refusing(field):
             if self.engine.text_limit is not None:
                 self.engine.text_limit.check([text for text in texts if text], field)
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The maker of grammars within the server's limits. Raises ValueError where the model cannot have any."""
         limits = GrammarLimits(self.settings.limits.grammar_bytes, self.settings.limits.schema_depth)
         return self.engine.new_grammars(limits)
 
     def properties(self) -> answers.Properties:
-        """Return the models, the settings and the acceptance of drafts so far."""
         engine, decoder, stats = self.engine, self.engine.decoder, self.metrics.stats
         return answers.Properties(
             target=self.model,
@@ -221,5 +206,4 @@ def state_of(request: Request) -> ServerState:
 
 
 def tenant_of(request: Request) -> str:
-    """Return the name of the tenant whose key came with a request; empty where no keys are required."""
     return getattr(request.state, "tenant", "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -11,17 +11,15 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.engine.generation import Piece
 from slipstream.serve.answers import Answer, Explained
-from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.call import Call, new_heading, unless_gone
 from slipstream.serve.faults import ServeError, error_body
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.options import speculation
-from slipstream.serve.output import DONE
+from slipstream.serve.output import DONE, with_choices
+from slipstream.serve.response_schema import ResponsesRequest
 from slipstream.serve.schema import Decoding, StreamOptions
 from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
-
-LAST = f"data: {DONE}\n\n"
-"""The last event of a stream."""
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
 
@@ -57,35 +55,66 @@ class EventStream(StreamingResponse):
             self._call.cancel()
 
 
-class Answering(Protocol):
-    """Makes the answer from a call, as a whole, of the pieces of its texts, or in events."""
+class Answering:
+    """Makes the answer to a request from its call: as a whole, of the pieces of its texts, or in events."""
 
-    call: Call
+    prefix = ""  # that of the answer's id
 
-    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response: ...
-    def events(self) -> AsyncIterator[str]: ...
+    def __init__(self, state: ServerState, body: Decoding | ResponsesRequest, call: Call) -> None:
+        self.state, self.body, self.call = state, body, call
+        self.heading, self.speculation = new_heading(self.prefix, state.model), speculation(body)
+
+    async def reply(self, request: Request) -> Response:
+        """Return the response: streamed, or whole, made beside the event loop, unless the client goes."""
+        if self.body.stream:
+            return EventStream(self.events(), self.call)
+        return await off_loop(request, self.whole, await unless_gone(request, self.call.collect()))
+
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        raise NotImplementedError
+
+    def events(self) -> AsyncIterator[str]:
+        raise NotImplementedError
 
 
-async def reply(request: Request, answering: Answering, stream: bool | None) -> Response:
-    """Return the response to a request: streamed, or whole, made beside the event loop, unless the client goes."""
-    if stream:
-        return EventStream(answering.events(), answering.call)
-    texts = await unless_gone(request, answering.call.collect())
-    return await off_loop(request, answering.whole, texts)
+class ChunkAnswering(Answering):
+    """What answers of chats and completions share: choices, chunks of them, and what stands there besides the text."""
 
+    answer: type[Any]
+    chunk: type[Any]
 
-class ChunkAnswering:
-    """What answers of chats and completions share: a heading, chunks, and what stands in them besides the text."""
+    def __init__(self, state: ServerState, body: Decoding, call: Call) -> None:
+        super().__init__(state, body, call)
+        self.options, self.timed = body.stream_options or StreamOptions(), body.timings_per_token
 
-    def __init__(
-        self, prefix: str, chunk: Callable[..., Answer], state: ServerState, body: Decoding, call: Call
-    ) -> None:
-        self.state, self.body, self.call, self.chunk = state, body, call, chunk
-        self.heading = Heading.new(prefix, state.model)
-        self.stream, self.speculation = body.stream_options or StreamOptions(), speculation(body)
+    def choices(self, texts: Sequence[Sequence[Piece]]) -> list[Any]:
+        raise NotImplementedError
+
+    def chunks(self, index: int, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the choices of chunks, one each, for what a round gave to a text."""
+        raise NotImplementedError
+
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        empty = self.answer(**self.heading, choices=[], **self.call.about(self.speculation))
+        return with_choices(empty, self.choices(texts))
+
+    async def events(self) -> AsyncIterator[str]:
+        async for index, pieces in self.call.rounds():
+            for choice in self.chunks(index, pieces):
+                yield self._event(choice)
+        if self.options.include_usage:
+            yield self._event(None)
+        yield f"data: {DONE}\n\n"
+
+    def _event(self, choice: Any) -> str:
+        ended = choice is None or choice.finish_reason is not None
+        usage = choice is None or self.options.continuous_usage_stats
+        wanted = {"usage": usage, "timings": ended or self.timed}
+        about = self.call.about(self.speculation) if ended or any(wanted.values()) else {}
+        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
+        return event(self.chunk(**self.heading, choices=[] if choice is None else [choice], **further))
 
     def explained(self, pieces: Sequence[Piece]) -> list[Explained] | None:
-        """Return the source of every token and those refused in its place; None unless the request asks for that."""
         if not self.speculation.explain:
             return None
         spell = self.state.spelling.text
@@ -93,13 +122,3 @@ class ChunkAnswering:
             Explained(text=each.text, token=each.token, source=each.source, refused=list(map(spell, each.refused)))
             for each in pieces
         ]
-
-    def event(self, choices: list[Any], usage: bool = False, ended: bool = False) -> str:
-        wanted = {"usage": usage, "timings": ended or self.body.timings_per_token}
-        about = self.call.about(self.speculation) if ended or any(wanted.values()) else {}
-        further = {name: value for name, value in about.items() if wanted.get(name, ended)}
-        return event(self.chunk(**self.heading.fields, choices=choices, **further))
-
-    def last_events(self) -> list[str]:
-        """Return the end of a stream: the usage, if it was requested, and the mark."""
-        return [*([self.event([], usage=True, ended=True)] if self.stream.include_usage else []), LAST]

@@ -19,14 +19,9 @@ from slipstream.text.detokenize import Detokenizer
 from slipstream.text.jsontext import json_text
 
 SPACE, ANY = r"/\s{0,2}/", r"/(.|\n)*/"
-PIECES = re.compile(r"(\\s\*|\(\?P<name>[^)]*\))")
-"""What stands for white space, and for the name of a function, in the pattern of a mark."""
-
-UNKNOWN = re.compile(r"(?<!\\)[\[\](){}*+?^$|.]|\\\w")
-"""What else a pattern may have, which is not understood here."""
-
-LITERAL = re.compile(r'"([^"\\]|\\.)*"')
-"""A text in Lark."""
+PIECES = re.compile(r"(\\s\*|\(\?P<name>[^)]*\))")  # white space, and the name of a function, in the pattern of a mark
+UNKNOWN = re.compile(r"(?<!\\)[\[\](){}*+?^$|.]|\\\w")  # what else a pattern may have, which is not understood here
+LITERAL = re.compile(r'"([^"\\]|\\.)*"')  # a text in Lark
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class CallGrammar:
         return "\n".join([*rules, *(_any(name, end or "") for name, end in ends.items())])
 
     def _call(self, field: Any, function: dict[str, Any]) -> str | None:
-        """Return a call of a function; None for a form that is not understood."""
         begin, end = (self._mark(field, side, function["name"]) for side in ("open", "close"))
         if begin is None or end is None:
             return None
@@ -91,7 +85,6 @@ class CallGrammar:
         return " ".join(made)
 
     def _text(self, text: str) -> str:
-        """Return a text as Lark, special tokens as such."""
         ids = {str(token): number for number, token in self.form.tokenizer.added_tokens_decoder.items()}
         special = sorted((each for each, number in ids.items() if self.grammars.special(number)), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
@@ -109,45 +102,36 @@ def _until(name: str, end: str | None) -> str:
     return f"{name} {LITERAL.sub('', end or '', 1)}"
 
 
-FREE = ResponseFormat(type="text")
-"""The format of an answer that has none."""
+FREE = ResponseFormat(type="text")  # format of an answer that has none
 
 
-@dataclass(frozen=True)
 class Tools:
     """The tools of a request and how the model may use them: "none", "auto", "required", or one by name.
 
-    `formed` says that the answer has another form, unless it is calls.
+    `formed` says that the answer has another form, unless it is calls. Raises BadRequest for a choice that the tools or
+    the form do not allow.
     """
 
-    tools: tuple[Tool, ...]
-    choice: str | ToolChoice
-    parallel: bool
-    formed: bool
-    state: ServerState
-
-    @staticmethod
-    def of(body: ChatRequest, state: ServerState) -> Tools:
-        """Read the fields of a request. Raises BadRequest for a choice that its tools or its format do not allow."""
-        tools = tuple(body.tools or ())
-        choice = body.tool_choice or ("auto" if tools else "none")
-        if choice not in ("none", "auto") and not tools:
+    def __init__(self, body: ChatRequest, state: ServerState) -> None:
+        self.state, self.tools, self.parallel = state, tuple(body.tools or ()), body.parallel_tool_calls is not False
+        self.choice: str | ToolChoice = body.tool_choice or ("auto" if self.tools else "none")
+        self.formed = body.structured_outputs is not None or (body.response_format or FREE).type != FREE.type
+        if self.choice in ("none", "auto"):
+            return
+        if not self.tools:
             raise BadRequest("tool_choice needs tools.", "tool_choice")
-        if isinstance(choice, ToolChoice) and choice.function.name not in {tool.function.name for tool in tools}:
-            raise BadRequest(f"tool_choice names {choice.function.name!r}, which is none of the tools.", "tool_choice")
-        formed = body.structured_outputs is not None or (body.response_format or FREE).type != FREE.type
-        if choice not in ("none", "auto") and formed:
+        named = self.choice.function.name if isinstance(self.choice, ToolChoice) else None
+        if named is not None and named not in {tool.function.name for tool in self.tools}:
+            raise BadRequest(f"tool_choice names {named!r}, which is none of the tools.", "tool_choice")
+        if self.formed:
             raise BadRequest("tool_choice decides what the answer is: leave the other format out.", "tool_choice")
-        return Tools(tools, choice, body.parallel_tool_calls is not False, formed, state)
 
     def for_template(self) -> list[dict[str, Any]] | None:
-        """Return the tools as chat templates take them; None if the template gets no tools."""
         if self.choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools] or None
 
     def schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of an answer that must be a call; None if it may be text."""
         if isinstance(self.choice, ToolChoice):
             name = self.choice.function.name
             return next(_parameters(tool) for tool in self.tools if tool.function.name == name)
@@ -166,7 +150,6 @@ class Tools:
         return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
     def reader(self, prompt: Sequence[int]) -> Reader:
-        """Return the parser for the answer to a prompt of these token ids."""
         if isinstance(self.choice, ToolChoice):
             return one_call(self.choice.function.name)
         if self.choice == "required":
@@ -181,12 +164,10 @@ class Tools:
         return ByFamily(regions, Detokenizer(spelling.decode, before), spelling.hidden)
 
     def calls(self) -> str | None:
-        """Return the grammar, in Lark, by which an answer of another form may be calls instead; None if it may not."""
         form = self._form() if self.formed and self.choice == "auto" else None
         return None if form is None else CallGrammar(form, self.state.grammars).lark(self.parallel)
 
     def _form(self) -> AnswerForm | None:
-        """Return the form of the answers of the model's family; None if it has none."""
         target, tokenizer = self.state.engine.decoder.target, self.state.engine.tokenizer
         assert isinstance(target, HasModel), "a chat is answered by a model"
         return AnswerForm.of(target.model, tokenizer, self.for_template())

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-Decode = Callable[[Sequence[int]], str]
-"""A function that decodes token ids to text."""
-
+Decode = Callable[[Sequence[int]], str]  # A function that decodes token ids to text
 BROKEN = "\ufffd"  # what decoders return for a character whose bytes are incomplete
 
-HELD = 3
-"""The most signs of broken characters at the end of a text that one character may still replace: its bytes but one."""
+HELD = 3  # most signs of broken characters at the end of a text that one character may still replace: its bytes but one
 
 
 def _settled(text: str) -> str:
@@ -26,8 +23,7 @@ class Detokenizer:
     are the tokens of the prompt: a text is decode(prompt + output) without decode(prompt).
     """
 
-    TAIL = 16
-    """The number of last tokens that are decoded again with a new one; twice as many before they are cut."""
+    TAIL = 16  # number of last tokens that are decoded again with a new one; twice as many before they are cut
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -103,12 +99,10 @@ class EmittedText:
         return "stop" if self.stopped else None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add several tokens at once, where there are no stop strings."""
         assert not self.stops, "stop strings are looked for after every token"
         self._see(self._detokenizer.push(*(token for token in tokens if token not in self._hidden)))
 
     def finish(self) -> None:
-        """Complete the text after the last token."""
         if not self.stopped:
             self._see(self._detokenizer.flush())
 

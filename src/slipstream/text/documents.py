@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from slipstream.text.jsontext import read_json
+from slipstream.text.prompts import read_unpacked
 
 DATASET = "dataset:"
 
-TOGETHER = 64
-"""The number of documents that are tokenized at once."""
-
+TOGETHER = 64  # number of documents that are tokenized at once
 Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]] | Sequence[dict[str, Any]]
 """A document: a text, token ids (length,), or the messages of a chat that has no answer."""
 
@@ -78,7 +75,6 @@ def _templated(where: str, document: Document, tokenizer: Any) -> Document:
 
 
 def _dataset(name: str, field: str | None) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of a dataset of the `datasets` library, as a stream, with where each is from."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -112,18 +108,17 @@ def _folder(folder: Path, field: str | None, skipped: list[Path]) -> Iterator[tu
 
 
 def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of one file with where each is from. Raises NotText before the first of them."""
     if path.suffix == ".npy":
         yield from _arrays(path)
         return
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
+        data, name = read_unpacked(str(path))
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise NotText(f"cannot read {path}: byte {error.start + 1} is not UTF-8.") from error
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise ValueError(f"cannot read {path}: {error}.") from error
-    if path.name.removesuffix(".gz").endswith(".jsonl"):
+    if name.endswith(".jsonl"):
         for number, line in enumerate(text.splitlines(), 1):
             where = f"{path}:{number}"
             if not line.strip():

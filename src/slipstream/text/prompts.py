@@ -49,15 +49,13 @@ def gather(prompts: Sequence[str], file: str | None, chat: bool) -> list[Item]:
 
 
 def usable(items: list[Item]) -> list[Item]:
-    """Return the items unchanged if all can be used. Raises ValueError for the first that cannot."""
     for item in items:
         if item.error:
             raise ValueError(f"{item.where}: {item.error}")
     return items
 
 
-PARTS = {"images": "image", "audio": "audio"}
-"""What a part of a message with one of several images, or sounds, is called."""
+PARTS = {"images": "image", "audio": "audio"}  # a part of a message with one of them
 
 
 def with_media(item: Item, media: Mapping[str, Sequence[str]]) -> Item:
@@ -113,7 +111,6 @@ def read_unpacked(name: str) -> tuple[bytes, str]:
 
 
 def _from_file(name: str, chat: bool) -> list[Item]:
-    """Return the prompts of a file, one per line; lines are JSON if the name or one of them says so."""
     try:
         data, name = read_unpacked(name)
     except OSError as error:

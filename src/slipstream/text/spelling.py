@@ -14,14 +14,9 @@ from typing import Any
 
 from slipstream.text.detokenize import BROKEN
 
-PROBES = 256
-"""The number of tokens on which a way of reading names is checked."""
-
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""The names of sentencepiece's tokens for single bytes."""
-
-Reading = Callable[[str], bytes | None]
-"""A function from a token's name to the bytes that it writes."""
+PROBES = 256  # number of tokens on which a way of reading names is checked
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # names of sentencepiece's tokens for single bytes
+Reading = Callable[[str], bytes | None]  # A function from a token's name to the bytes that it writes
 
 
 class Spelling:
@@ -114,7 +109,6 @@ class DecodedAfter:
         self._before = self._decode([self._word])
 
     def text(self, number: int) -> str:
-        """Return what a token adds to the text."""
         return self._decode([self._word, number])[len(self._before) :]
 
     def piece(self, number: int) -> bytes | None:
@@ -136,7 +130,6 @@ class DecodedAfter:
 
 
 def reading_of(decoded: DecodedAfter) -> Reading | None:
-    """Return the first way of reading names that decoding confirms; None if there is none."""
     return next(filter(decoded.confirm, (_byte_level, _marked, _single)), None)
 
 
@@ -156,7 +149,6 @@ def _alphabet() -> dict[str, int]:
 
 
 def _byte_level(name: str) -> bytes | None:
-    """Read a token's name in GPT-2's alphabet of bytes; None if it has other characters."""
     try:
         return bytes(map(_alphabet().__getitem__, name))
     except KeyError:

@@ -36,7 +36,7 @@ from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.tables import TableScorer
-from slipstream.serve.drafts.build import How, build
+from slipstream.serve.drafts.build import build
 from slipstream.serve.drafts.rows import DraftRows, Served
 from slipstream.serve.drafts.server import tls_context
 from toys.families import FAMILIES, HF_VOCAB, tiny
@@ -175,7 +175,7 @@ def test_settings_of_sampling_travel() -> None:
 
 def test_the_embedded_draft_over_tcp() -> None:
     """By name, with the tokenizer compared, and the same text as plain decoding."""
-    served, vocabulary = build("embedded", How("float32"))
+    served, vocabulary = build("embedded", "float32")
     with serving(served, vocabulary.size, vocabulary=vocabulary) as port:
         engine = load(draft=f"tcp://127.0.0.1:{port}?timeout-ms=20000", gamma=3)
         assert "guesses" in " ".join(engine.notes) and "toy" in " ".join(engine.notes)
@@ -217,14 +217,14 @@ def test_a_server_that_is_not_there_is_a_note() -> None:
 )
 def test_a_draft_that_cannot_be_served_says_why(draft: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        build(draft, How())
+        build(draft)
 
 
 def test_copies_are_served_for_a_tokenizer_that_is_named() -> None:
-    copies, vocabulary = build("lookup", How(tokenizer=str(EMBEDDED / "target")))
+    copies, vocabulary = build("lookup", tokenizer=str(EMBEDDED / "target"))
     assert vocabulary.sketch and isinstance(copies, Lookup)
     with pytest.raises(ValueError, match="cannot draft for itself"):
-        build("exit:3", How(tokenizer=str(EMBEDDED / "target")))
+        build("exit:3", tokenizer=str(EMBEDDED / "target"))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")

@@ -23,7 +23,6 @@ LINES = [
 
 
 def answer(text: str) -> ServerReply:
-    """What a server answers to a completion."""
     usage = {"prompt_tokens": 1, "completion_tokens": len(text)}
     return ServerReply(200, {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}], "usage": usage}, "r")
 
@@ -36,7 +35,6 @@ def opened(out: Path, facts: dict[str, str] = FACTS, anew: bool = False) -> Jour
 
 
 def complete(out: Path, order: Sequence[int] = (2, 0, 1)) -> list[int]:
-    """Open the journal, answer what it lacks, and finish -> what was missing."""
     with opened(out) as journal:
         missing = [index for index in order if index not in journal.answered]
         for index in missing:

@@ -25,8 +25,6 @@ MISSING = 3
 
 
 class Thing(BaseModel):
-    """What structured answers are."""
-
     color: Literal["red", "blue"]
     count: int = Field(ge=0, le=9)
 
@@ -57,13 +55,10 @@ TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 
 
 def result(call: Any) -> dict[str, Any]:
-    """The message with the result of a call."""
     return {"role": "tool", "tool_call_id": call.id, "content": str(add(**json.loads(call.function.arguments)))}
 
 
 class OpenAI:
-    """OpenAI's own client, for chats."""
-
     package = "openai"
 
     def __init__(self, url: str) -> None:
@@ -71,7 +66,6 @@ class OpenAI:
         self.client = self.library.OpenAI(base_url=url, api_key="none", max_retries=0)
 
     def chat(self, messages: Any = MESSAGES, **more: Any) -> Any:
-        """A chat."""
         return self.client.chat.completions.create(model="tiny", messages=messages, **more)
 
     def text(self) -> Any:
@@ -97,8 +91,6 @@ class OpenAI:
 
 
 class OpenAIResponses:
-    """OpenAI's own client, for responses."""
-
     package = "openai"
 
     def __init__(self, url: str) -> None:
@@ -116,7 +108,6 @@ class OpenAIResponses:
         return self.api.parse(**self.asked, input=ASKED, text_format=Thing).output_parsed.model_dump()
 
     def loop(self, answer: Callable[..., Any]) -> Any:
-        """A loop that sends everything back, and one that goes on with what is kept."""
         asked = {**self.asked, "tools": [{"type": "function", "strict": True, **FUNCTION}]}
         begun: Any = {"role": "user", "content": ASKED}
         first = answer(**asked, input=[begun])
@@ -141,8 +132,6 @@ class OpenAIResponses:
 
 
 class Agents:
-    """OpenAI's Agents SDK."""
-
     package, model = "openai-agents", "OpenAIChatCompletionsModel"
 
     def __init__(self, url: str) -> None:
@@ -179,14 +168,10 @@ class Agents:
 
 
 class AgentsResponses(Agents):
-    """OpenAI's Agents SDK, as it is by default."""
-
     model = "OpenAIResponsesModel"
 
 
 class LangChain:
-    """LangChain."""
-
     package, responses = "langchain-openai", False
 
     def __init__(self, url: str) -> None:
@@ -224,14 +209,10 @@ class LangChain:
 
 
 class LangChainResponses(LangChain):
-    """LangChain, with the newer endpoint."""
-
     responses = True
 
 
 class PydanticAI:
-    """pydantic-ai."""
-
     package, model = "pydantic-ai-slim", "OpenAIChatModel"
 
     def __init__(self, url: str) -> None:
@@ -263,14 +244,10 @@ class PydanticAI:
 
 
 class PydanticAIResponses(PydanticAI):
-    """pydantic-ai, with the newer endpoint."""
-
     model = "OpenAIResponsesModel"
 
 
 class LiteLLM:
-    """litellm."""
-
     package = "litellm"
 
     def __init__(self, url: str) -> None:
@@ -301,8 +278,6 @@ class LiteLLM:
 
 
 class Instructor:
-    """instructor."""
-
     package = "instructor"
 
     def __init__(self, url: str) -> None:
@@ -310,7 +285,6 @@ class Instructor:
         self.client = import_module("openai").OpenAI(base_url=url, api_key="none", max_retries=0)
 
     def structured(self) -> Any:
-        """By a tool that must be called, and by a schema."""
         modes = self.library.Mode.TOOLS, self.library.Mode.JSON_SCHEMA
         asked = {"model": "tiny", "messages": MESSAGES, "response_model": Thing, "max_retries": 0}
         first, _ = (self.library.from_openai(self.client, mode=each).chat.completions.create(**asked) for each in modes)
@@ -318,8 +292,6 @@ class Instructor:
 
 
 class LlamaIndex:
-    """LlamaIndex."""
-
     package = "llama-index-llms-openai-like"
 
     def __init__(self, url: str) -> None:
@@ -357,8 +329,6 @@ class LlamaIndex:
 
 
 class LLM:
-    """The command llm, as a library."""
-
     package = "llm"
 
     def __init__(self, url: str) -> None:
@@ -431,7 +401,6 @@ class AIPerf:
         self.url = url.removesuffix("/v1")
 
     def received(self, *more: str) -> Any:
-        """The data that came of one chat."""
         with tempfile.TemporaryDirectory() as folder:
             asked, command = Path(folder, "asked.jsonl"), Path(sys.executable).with_name("aiperf")
             asked.write_text(json.dumps({"text": ASKED}))
@@ -472,7 +441,6 @@ FEATURES = ("text", "stream", "structured", "tools", "streamed_tools")
 
 
 def main(url: str, name: str) -> int:
-    """Print the version of a client, and what it gets for each feature."""
     try:
         client = CLIENTS[name](url)
     except ImportError:

@@ -29,9 +29,7 @@ ALL = [*CLIENTS, *NODE]
 ONLY = {"instructor": ["structured"], "aiperf": ["text", "stream"]}
 WITHIN = 600
 
-Results = dict[str, dict[str, Any]]
-"""What each client got by feature, and its version."""
-
+Results = dict[str, dict[str, Any]]  # what each client got by feature, and its version
 HEAD = """# Clients
 
 Every cell was run against a real server, with a tiny model whose template and calls are Qwen3's: an answer, its stream,
@@ -47,7 +45,6 @@ send back what they got. Those of `openai, Responses` go on with `previous_respo
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server whose model calls a tool."""
     folder = save_chatting(tmp_path_factory.mktemp("models") / "tiny")
     with ServerProcess.start("--target", str(folder), "--served-model-name", "tiny") as server:
         yield f"{server.url}/v1"
@@ -63,12 +60,10 @@ def results() -> Iterator[Results]:
 
 
 def row(client: str, got: dict[str, Any]) -> str:
-    """The line of the page about a client."""
     return f"|{'|'.join([client, got['version'], *('yes' if each in got else '-' for each in FEATURES)])}|\n"
 
 
 def commands(client: str) -> Iterator[list[str]]:
-    """The commands that may run a client, without its address and feature."""
     for place in [*filter(None, os.environ.get("SLIPSTREAM_CLIENTS", "").split(os.pathsep)), sys.executable]:
         if client in CLIENTS and not Path(place).is_dir():
             yield [place, str(HERE / "loops.py")]

@@ -20,8 +20,7 @@ from slipstream.text.jsontext import json_text
 
 T = TypeVar("T")
 
-BLOCK = 4
-"""The number of lines sent to an actor together. It is small, since their answers also come back together."""
+BLOCK = 4  # number of lines sent to an actor together. It is small, since their answers also come back together
 
 
 def run(recipe: Recipe, lines: Sequence[BatchLine], keep: Keep, address: str | None, actors: int | None) -> None:

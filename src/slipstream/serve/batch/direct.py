@@ -14,8 +14,7 @@ from slipstream.serve.batch.forms import PLAIN, ServerReply, refused
 from slipstream.serve.batch.lines import BatchLine, Keep
 from slipstream.serve.recipe import Recipe
 
-OPTIONS = {field: name for name, field in REQUEST_FIELDS.items()}
-"""The fields of a line that the engine knows -> its names for them."""
+OPTIONS = {field: name for name, field in REQUEST_FIELDS.items()}  # of lines -> the engine's names
 
 
 def run(
@@ -52,7 +51,6 @@ def run(
 
 
 def beyond(line: BatchLine) -> str:
-    """Return what of a line only the server's application can answer, such as a field; empty if there is nothing."""
     if line.error or line.form is not PLAIN:
         return "" if line.error else "OpenAI's batch format"
     others = line.body.keys() - OPTIONS.keys() - {"prompt", "messages", "speculative"}
@@ -65,7 +63,6 @@ def beyond(line: BatchLine) -> str:
 
 
 def _begin(line: BatchLine, engine: Engine, scheduler: Scheduler, lossless: bool) -> list[Generation]:
-    """Queue the texts of a line. Raises ValueError or TypeError for one that cannot be answered."""
     body = line.body_for(engine)
     options: dict[str, Any] = {OPTIONS[name]: value for name, value in body.items() if name in OPTIONS}
     if biases := options.get("logit_bias"):  # as servers write it: -100 forbids a token
@@ -85,7 +82,6 @@ def _begin(line: BatchLine, engine: Engine, scheduler: Scheduler, lossless: bool
 
 
 def _reply(completions: Sequence[Completion]) -> ServerReply:
-    """Return the texts of a line as the application answers it; the first error ends the line."""
     if error := next((each.error for each in completions if each.error), None):
         return refused(error)
     reasons = ["stop" if each.finish_reason == "stop" else "length" for each in completions]

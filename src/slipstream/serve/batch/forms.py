@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-UNCHANGED = ("logprobs", "tool_calls", "explained")
-"""The fields that an answer in our own format has besides its text, if the server's answer has them."""
+UNCHANGED = ("logprobs", "tool_calls", "explained")  # fields that our own format takes over from the server's
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class ServerReply:
 
     @property
     def error(self) -> str:
-        """The reason why there is no text; empty if there is one."""
         return "" if self.status < 300 else str(self.body.get("error", {}).get("message") or f"status {self.status}")
 
     @property
@@ -31,7 +29,6 @@ class ServerReply:
 
 
 def refused(message: str) -> ServerReply:
-    """Return the answer to a line that cannot be sent to an endpoint."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return ServerReply(400, {"error": error})
 
@@ -49,7 +46,6 @@ class AnswerFormat:
 
 
 def _plain(index: int, id: str | int | None, answer: ServerReply) -> dict[str, Any]:
-    """Our own format; in place of the text, "error" says why there is none, and "samples" holds several texts."""
     head = {"index": index} if id is None else {"index": index, "id": id}
     if answer.error:
         return {**head, "error": answer.error}

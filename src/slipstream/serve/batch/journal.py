@@ -15,11 +15,8 @@ from slipstream.serve.batch.forms import ServerReply
 from slipstream.serve.batch.lines import BatchLine
 from slipstream.text.jsontext import json_text
 
-MARK, VERSION = "slipstream_batch", 1
-"""The field that marks the first line of a journal, and its value."""
-
-ENDING = ".partial"
-"""The ending that the journal's name has after the name of the file of answers."""
+MARK, VERSION = "slipstream_batch", 1  # field that marks the first line of a journal, and its value
+ENDING = ".partial"  # ending that the journal's name has after the name of the file of answers
 
 
 class Printed:
@@ -64,7 +61,6 @@ class Journal:
             raise
 
     def _open(self, anew: bool) -> None:
-        """Lock the journal, check that it is of this batch, and cut off an unfinished last line."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -130,7 +126,6 @@ class Journal:
         return begin
 
     def _check_header(self, anew: bool) -> None:
-        """Raise ValueError for a file that is no journal, and for one of another run unless `anew`."""
         self._file.seek(0)
         size = os.fstat(self._file.fileno()).st_size
         with open(self.path, "rb") as file:

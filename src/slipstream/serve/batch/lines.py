@@ -15,11 +15,8 @@ from slipstream.serve.batch.forms import OPENAI, PLAIN, AnswerFormat, ServerRepl
 from slipstream.text.jsontext import json_text, read_json
 from slipstream.text.prompts import prompt_in, read_unpacked
 
-PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}
-"""The endpoint for each field that holds a prompt."""
-
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""The endpoints that lines in OpenAI's batch format may name."""
+PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}  # by field
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # in OpenAI's format
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,14 @@ class BatchLine:
 
     @property
     def name(self) -> str:
-        """The name that identifies the line: its id, or its index without one."""
         return str(self.index if self.id is None else self.id)
 
     @property
     def facts(self) -> list[Any]:
-        """All fields of the line, as JSON's types."""
         return [self.index, self.id, self.path, dict(self.body), self.form.name, self.error]
 
 
-Keep = Callable[[BatchLine, ServerReply], object]
-"""Stores the answer to a line."""
+Keep = Callable[[BatchLine, ServerReply], object]  # stores the answer to a line
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,6 @@ def read_lines(path: str | Path, chat: bool = False) -> list[BatchLine]:
 
 
 def fingerprint(values: Iterable[Any]) -> str:
-    """Return a hexadecimal digest of the values, which are made of JSON's types."""
     hashed = hashlib.sha256()
     for value in values:
         hashed.update(json_text(value, sort_keys=True).encode() + b"\n")
@@ -181,7 +174,6 @@ def _openai_request(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _plain_request(record: Mapping[str, Any], chat: bool) -> tuple[str, dict[str, Any]]:
-    """Return path and body of a record in our own format; its other fields go to the endpoint as they are."""
     form, prompt = prompt_in(record)
     kind = form
     if not prompt:

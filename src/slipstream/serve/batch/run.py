@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from httpx import ASGITransport, AsyncClient
 
 from slipstream.engine.engine import Engine
-from slipstream.serve.app import create_app
+from slipstream.serve.app import running
 from slipstream.serve.batch.forms import ServerReply
 from slipstream.serve.batch.lines import BatchLine, Keep
 from slipstream.serve.faults import ServiceUnavailable
@@ -17,8 +17,7 @@ from slipstream.serve.recipe import Recipe
 from slipstream.serve.state import ServerState
 from slipstream.text.jsontext import json_text
 
-Ask = Callable[[BatchLine], Awaitable[ServerReply]]
-"""Sends the request of a line to an application."""
+Ask = Callable[[BatchLine], Awaitable[ServerReply]]  # sends the request of a line to an application
 
 
 @asynccontextmanager
@@ -27,13 +26,11 @@ async def asking(state: ServerState) -> AsyncIterator[Ask]:
 
     Raises ServiceUnavailable if the models cannot run, also when the application has ended.
     """
-    ready = asyncio.Event()
-    state.worker.on_ready = state.worker.on_death = ready.set
-    app = create_app(state)
-    transport = ASGITransport(app, raise_app_exceptions=False)
     async with (
-        app.router.lifespan_context(app),
-        AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client,
+        running(state) as app,
+        AsyncClient(
+            transport=ASGITransport(app, raise_app_exceptions=False), base_url="http://batch", timeout=None
+        ) as client,
     ):
 
         async def ask(line: BatchLine) -> ServerReply:
@@ -47,8 +44,6 @@ async def asking(state: ServerState) -> AsyncIterator[Ask]:
                 raise ServiceUnavailable(answer.error)
             return answer
 
-        await ready.wait()
-        state.worker.check()
         yield ask
 
 
@@ -64,23 +59,22 @@ def run(
     Raises ValueError if the models cannot be loaded, ServiceUnavailable if they fail, OSError if an answer cannot be
     stored; answers stored before are kept.
     """
-    state = recipe.state(progress)
+    state, left = recipe.state(progress), iter(lines)
     on_load(state.engine)
-    asyncio.run(_answer_all(state, lines, keep))
 
+    async def answer_all() -> None:
+        async with asking(state) as ask:
 
-async def _answer_all(state: ServerState, lines: Sequence[BatchLine], keep: Keep) -> None:
-    left = iter(lines)
-    async with asking(state) as ask:
+            async def answer_some() -> None:
+                for line in left:
+                    keep(line, await ask(line))
 
-        async def answer_some() -> None:
-            for line in left:
-                keep(line, await ask(line))
+            tasks = [asyncio.create_task(answer_some()) for _ in range(2 * state.worker.room.rows)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-        tasks = [asyncio.create_task(answer_some()) for _ in range(2 * state.worker.room.rows)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    asyncio.run(answer_all())

@@ -18,29 +18,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from slipstream.core.model_options import ModelOptions
 from slipstream.engine.worker import Capacity
 from slipstream.models.loading.origin import source_name
-from slipstream.serve.app import create_app
-from slipstream.serve.cluster.routing import routing_key
-from slipstream.serve.cluster.scale import Scale
+from slipstream.serve.app import running
+from slipstream.serve.cluster.scale import Scale, routing_key
 from slipstream.serve.faults import ServeError, ServiceUnavailable, TooLarge, TooManyRequests
 from slipstream.serve.recipe import Recipe
-from slipstream.serve.settings import Limits, ServeSettings
+from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
-LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
-"""The errors that Ray raises for a lost replica."""
-
-ATTEMPTS = 5
-"""The number of replicas that are tried for a request before the client gets an error."""
-
-UPSCALE = 10.0
-"""The seconds for which more requests must run than the replicas have rows before a replica is added."""
-
-DRAIN_SECONDS = 600.0
-"""The seconds that a stopping replica may take to finish its requests."""
-
+LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)  # a lost replica
+ATTEMPTS = 5  # number of replicas that are tried for a request before the client gets an error
+UPSCALE = 10.0  # seconds for which more requests must run than the replicas have rows before a replica is added
+DRAIN_SECONDS = 600.0  # seconds that a stopping replica may take to finish its requests
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
-"""The fields of a request's ASGI scope that are sent to a replica with the body."""
-
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -91,13 +80,9 @@ class Replica:
     """A server without a socket, which answers the requests that the front passes to it."""
 
     async def __init__(self, recipe: Recipe) -> None:  # type: ignore[misc]  # Ray awaits it
-        ready, self.state = asyncio.Event(), await asyncio.to_thread(recipe.state)
-        self.state.worker.on_ready = self.state.worker.on_death = ready.set
-        self.app = create_app(self.state)
+        self.state = await asyncio.to_thread(recipe.state)
         self._open = AsyncExitStack()  # stays open until the process ends
-        await self._open.enter_async_context(self.app.router.lifespan_context(self.app))
-        await ready.wait()
-        self.check_health()
+        self.app = await self._open.enter_async_context(running(self.state))
 
     def check_health(self) -> None:
         """Raises Unavailable if the models cannot run any more; Ray then starts another replica."""
@@ -142,14 +127,18 @@ class Front:
     """
 
     def __init__(self, replicas: DeploymentHandle, body_bytes: int) -> None:
-        self.replicas, self.limits = replicas, Limits(body_bytes=body_bytes)
+        self.replicas, self.most = replicas, body_bytes
 
     async def __call__(self, request: Request) -> Response:
         try:
-            body = await self._body(request)
+            body = bytearray()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > self.most:
+                    raise TooLarge(f"the body is longer than the {self.most} bytes that are taken.")
             for _ in range(ATTEMPTS):
                 with suppress(*LOST):
-                    return await self._ask({name: request.scope[name] for name in SCOPE}, body)
+                    return await self._ask({name: request.scope[name] for name in SCOPE}, bytes(body))
             raise ServiceUnavailable("the replicas that were asked are gone: ask again.")
         except BackPressureError:
             return _refusal(TooManyRequests("as many requests wait as may: try again later."))
@@ -157,14 +146,6 @@ class Front:
             return _refusal(ServiceUnavailable("no replica can be started: see the cluster's logs."))
         except ServeError as error:
             return _refusal(error)
-
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self.limits.body_bytes:
-                raise TooLarge(f"the body is longer than the {self.limits.body_bytes} bytes that are taken.")
-        return bytes(body)
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> Response:
         """Send a request to a replica and return its answer: complete, or a stream whose first piece has arrived.
@@ -203,7 +184,6 @@ async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
 
 
 def _response(response: Response, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
-    """Give a response the status and the headers of a replica's, with its own length."""
     response.status_code = status
     length = [each for each in response.raw_headers if each[0] == b"content-length"]
     response.raw_headers = [each for each in headers if each[0].lower() != b"content-length"] + length

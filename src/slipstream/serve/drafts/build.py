@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from slipstream.core.protocols import Drafter
-from slipstream.core.source import SourceForm
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram_model import NgramModel
@@ -18,27 +17,14 @@ from slipstream.models.loading.load import find_tokenizer, load_scorer, load_tok
 from slipstream.models.loading.pairings import EMBEDDED
 
 
-@dataclass(frozen=True)
-class AnyTarget:
-    """A stand-in for the clients' targets while a draft is built: only the size of their vocabulary is known."""
-
-    vocab: int
-    name: str = "the clients' target"
-    source_form: SourceForm | None = None
-
-
-@dataclass(frozen=True)
-class How:
-    """The options for loading models: dtype, device, whether to compile, and the name of the clients' tokenizer."""
-
-    dtype: Any = "auto"
-    device: str | None = None
-    compile: bool = False
-    tokenizer: str | None = None
-
-
-def build(draft: str, how: How) -> tuple[Drafter, VocabularySketch]:
-    """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens.
+def build(
+    draft: str,
+    dtype: Any = "auto",
+    device: str | None = None,
+    compile: bool = False,
+    tokenizer: str | None = None,
+) -> tuple[Drafter, VocabularySketch]:
+    """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens; `tokenizer` is a name.
 
     Raises ValueError for a draft that cannot be parsed or loaded, or that needs a target.
     """
@@ -49,21 +35,21 @@ def build(draft: str, how: How) -> tuple[Drafter, VocabularySketch]:
     if any("draft_vocab" in dict(part.options) for part in parts):
         raise ValueError("a draft server does not know the target whose tokens draft_vocab counts: leave it out.")
     models = [EMBEDDED / "draft" if part.kind == "embedded" else part.value for part in parts if part.kind in NAMED]
-    source = how.tokenizer or (models[-1] if models else None)
-    tokenizer = load_tokenizer(how.tokenizer) if how.tokenizer else find_tokenizer(source) if source else None
+    reader = load_tokenizer(tokenizer) if tokenizer else find_tokenizer(models[-1]) if models else None
     if isinstance(syntax, DrafterTerm) and syntax.kind in NAMED and {*dict(syntax.options)} <= {"dtype", "device"}:
         options = dict(syntax.options)
-        place = (options.get("dtype", how.dtype), options.get("device", how.device))
-        scorer = load_scorer(models[0], *place, Mode(how.compile))  # perhaps an encoder-decoder
-        size = scorer.vocab if tokenizer is None else min(scorer.vocab, _size(tokenizer))  # without ids for padding
-        return ModelDrafter(scorer, size), VocabularySketch.of(size, tokenizer)
+        place = (options.get("dtype", dtype), options.get("device", device))
+        scorer = load_scorer(models[0], *place, Mode(compile))  # perhaps an encoder-decoder
+        size = scorer.vocab if reader is None else min(scorer.vocab, _size(reader))  # without ids for padding
+        return ModelDrafter(scorer, size), VocabularySketch.of(size, reader)
     sizes = [NgramModel.load(part.value).vocab for part in parts if part.kind == "ngram"]
-    if tokenizer is None and not sizes:
+    if reader is None and not sizes:
         raise ValueError(f"the tokenizer of {draft!r} is unknown: name that of the clients, --tokenizer NAME.")
-    size = sizes[0] if sizes else _size(tokenizer)
-    target: Any = AnyTarget(size)
-    context = BuildContext(target, tokenizer, how.dtype, how.device, mode=Mode(how.compile), waits=True)
-    return drafter(draft, context), VocabularySketch.of(size, tokenizer)
+    size = sizes[0] if sizes else _size(reader)
+    # Of the clients' targets only the size of their vocabulary is known.
+    target: Any = SimpleNamespace(vocab=size, name="the clients' target", source_form=None)
+    context = BuildContext(target, reader, dtype, device, mode=Mode(compile), waits=True)
+    return drafter(draft, context), VocabularySketch.of(size, reader)
 
 
 NAMED = ("model", "embedded")

@@ -25,11 +25,8 @@ from slipstream.drafters.remote.frames import FrameError
 from slipstream.drafters.remote.messages import AskRow, DraftMode, DraftRow, OpenRow, SentLaw
 from slipstream.text.jsontext import json_text
 
-Name = tuple[int, int]
-"""The name of a row: its client, and the number that the client gave it."""
-
-ENDLESS = 1 << 62
-"""The length limit of texts at the server: practically none, because clients end their texts themselves."""
+Name = tuple[int, int]  # name of a row: its client, and the number that the client gave it
+ENDLESS = 1 << 62  # length limit of texts at the server: practically none, because clients end their texts themselves
 
 
 @dataclass
@@ -53,7 +50,6 @@ class Served:
 
     @property
     def ahead(self) -> list[int]:
-        """The tokens behind the committed ones."""
         return self.row.tokens[self.base :]
 
     @property
@@ -109,13 +105,11 @@ class Served:
             self.row.tokens.append(token)
 
     def draft(self) -> DraftRow:
-        """Return the draft to send: at most `gamma` tokens, with their laws in mode `LAW`."""
         tokens = tuple(self.ahead[: self.gamma])
         return DraftRow(self.opened.row, tokens, tuple(self.laws[: len(tokens)]))
 
 
 def _sent(law: Law, position: int, top: int) -> SentLaw:
-    """Return the law to send for a position: a point mass unchanged, another law cut to its `top` tokens."""
     if law.probs is None:
         assert law.tokens is not None
         return SentLaw.point(int(law.tokens[0, position]))
@@ -141,7 +135,6 @@ class ByNumbers:
         """Return None, so that no compiled graph draws: laws are cut before tokens are drawn; see `Rng`."""
 
     def select(self, places: Sequence[int]) -> Rng:
-        """Return itself, because there is one row; see `Rng`."""
         return self
 
 
@@ -191,16 +184,12 @@ class DraftRows:
         if (served := self.rows.pop((client, row), None)) is not None:
             served.row.finish_reason = "abort"
 
-    def leave(self, client: int) -> None:
-        for name in [name for name in self.rows if name[0] == client]:
-            self.close(*name)
-
-    def reset(self) -> None:
-        for name in list(self.rows):
+    def reset(self, client: int | None = None) -> None:
+        """Remove the rows of a client, or all."""
+        for name in [name for name in self.rows if client in (None, name[0])]:
             self.close(*name)
 
     def commit(self, client: int, asks: Sequence[AskRow], ahead: bool) -> list[Served]:
-        """Apply a client's commits and requests -> the rows they are for. Raises FrameError for unknown rows."""
         served = list[Served]()
         for ask in asks:
             if (client, ask.row) not in self.rows:
@@ -221,7 +210,6 @@ class DraftRows:
         return served
 
     def draft(self, asking: Sequence[Served]) -> None:
-        """Draft the tokens that these rows lack of their gamma, in one call of the drafter."""
         lacking = {id(each): max(0, each.gamma - len(each.ahead)) for each in asking}
         if any(lacking.values()):
             self._propose([lacking.get(id(each), 0) for each in self.rows.values()])

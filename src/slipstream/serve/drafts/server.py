@@ -41,8 +41,7 @@ class DraftSettings:
     unsent: int = 64 << 20
 
 
-MOST_LETTERS = 4096
-"""The greatest number of queued letters of all clients; a client that sends one more is refused."""
+MOST_LETTERS = 4096  # greatest number of queued letters of all clients; a client that sends one more is refused
 
 
 @dataclass(frozen=True)
@@ -68,29 +67,25 @@ class Desk:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its present work."""
         self.letters.put(None)
         self._thread.join(10)
 
     def _run(self) -> None:
         try:
-            while (letters := self._next()) is not None:
-                self.serve(letters)
+            while True:
+                while self.letters.empty() and self._ahead():
+                    pass
+                letters = [self.letters.get()]
+                with suppress(queue.Empty):
+                    while True:
+                        letters.append(self.letters.get_nowait())
+                if None in letters:
+                    return
+                self.serve([letter for letter in letters if letter])
         finally:
             release_threads()
 
-    def _next(self) -> list[Letter] | None:
-        """Return all queued letters, drafting ahead while there are none; None when the thread should end."""
-        while self.letters.empty() and self._ahead():
-            pass
-        letters = [self.letters.get()]
-        with suppress(queue.Empty):
-            while True:
-                letters.append(self.letters.get_nowait())
-        return None if None in letters else [letter for letter in letters if letter]
-
     def _ahead(self) -> bool:
-        """Draft one token ahead -> whether there was one to draft; an error removes all rows."""
         try:
             return self.rows.go_ahead()
         except Exception as error:  # models may raise any error; clients then open their rows again
@@ -126,10 +121,9 @@ class Desk:
             self._send(letter.client, draft_frame(letter.frame.sequence, [each.draft() for each in served]))
 
     def _read(self, letter: Letter) -> list[Served]:
-        """Process a letter -> the rows that it requests drafts for. Raises FrameError for an invalid one."""
         frame, client = letter.frame, letter.client
         if frame is None:
-            self.rows.leave(client)
+            self.rows.reset(client)
         elif frame.kind == FrameType.OPEN:
             self.rows.open(client, OpenRow.read(frame, 2**31))  # texts may have ids beyond the draft's vocabulary
         elif frame.kind == FrameType.CLOSE:
@@ -179,11 +173,7 @@ class DraftServer:
     """Listens at a socket and serves a drafter until `stop`; `run` blocks its thread."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        settings: DraftSettings,
-        listener: socket.socket,
-        tls: ssl.SSLContext | None = None,
+        self, drafter: Drafter, settings: DraftSettings, listener: socket.socket, tls: ssl.SSLContext | None = None
     ) -> None:
         self.settings, self.listener, self.tls = settings, listener, tls
         self.desk = Desk(drafter, settings)
@@ -273,7 +263,6 @@ class DraftServer:
 
 
 def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Return the TLS context of the server. Raises ValueError for files that hold no certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)

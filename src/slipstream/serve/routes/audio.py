@@ -25,15 +25,13 @@ router = APIRouter(tags=["audio"])
 PLAIN: dict[str, Any] = {"description": "The text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 OUTCOMES = {**ERRORS, 200: PLAIN}
 Written = answers.Transcription | answers.VerboseTranscription
-STAMPED = ("srt", "verbose_json", "vtt")
-"""The formats of answers that have times."""
+STAMPED = ("srt", "verbose_json", "vtt")  # formats of answers that have times
 
 
 class AudioForm(Addressed):
     """The fields of both endpoints: transcriptions and translations."""
 
     others = published.AUDIO
-
     file: UploadFile = Field(description="A sound file; WAV always works.")
     language: str | None = Field(None, description="The language that is spoken, as in ISO 639-1; English without it.")
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
@@ -72,19 +70,19 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
         transcriber, stamped = _transcriber(state.engine), form.response_format in STAMPED
         task_options = transcriber.options(form.language, task, stamped)
     with state.refusing("file"):
-        windows, seconds = await run_in_threadpool(_heard, transcriber, await form.file.read())
+        content = await form.file.read()
+
+        def heard() -> tuple[list[Tensor], float]:
+            with transcriber.opened(content) as sound:
+                return list(transcriber.windows(sound)), sound.seconds
+
+        windows, seconds = await run_in_threadpool(heard)
     options = {**task_options, "temperature": form.temperature, "cache_salt": tenant_of(request)}
     call = await state.call(request, windows, options, "file")
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
     for completion in done:
         finish_reason(completion)
     return _answer(transcriber.transcript(done, seconds, stamped), form, task)
-
-
-def _heard(transcriber: Transcriber, content: bytes) -> tuple[list[Tensor], float]:
-    """Return the windows of a sound, and its seconds."""
-    with transcriber.opened(content) as sound:
-        return list(transcriber.windows(sound)), sound.seconds
 
 
 def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -12,20 +12,14 @@ from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_chat
-from slipstream.serve.output import ERRORS, completed, finish_reason, streams, with_choices
+from slipstream.serve.output import ERRORS, completed, finish_reason, streams
 from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of
-from slipstream.serve.stream import ChunkAnswering, reply
+from slipstream.serve.stream import ChunkAnswering
 from slipstream.serve.tools import Tools
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
-
-BEGIN = answers.Delta(role="assistant", content="")
-"""The first chunk of an answer, sent with its first token.
-
-Nothing is sent for requests that wait, so that they can be sent to another server if this one ends.
-"""
 
 OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 
@@ -33,55 +27,32 @@ OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 @router.post("/v1/chat/completions", responses=OUTCOMES, response_model=answers.ChatAnswer)
 async def chat_completions(body: Once[ChatRequest], request: Request) -> Response:
     """Answer a chat."""
-    state = state_of(request)
-    state.check_model(body.model)
     call, tools = await begun(body, request)
-    answer = await off_loop(request, _ChatAnswer, state, body, call, tools)
-    return await reply(request, answer, body.stream)
+    answer = await off_loop(request, _ChatAnswer, state_of(request), body, call, tools)
+    return await answer.reply(request)
 
 
 class _ChatAnswer(ChunkAnswering):
-    """Makes the answer from a call, as a whole or in chunks."""
+    prefix, answer, chunk = "chatcmpl", answers.ChatAnswer, answers.ChatChunk
 
     def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:
-        super().__init__("chatcmpl", answers.ChatChunk, state, body, call)
+        super().__init__(state, body, call)
+        self.wants_logprobs = body.logprobs
         self.readers = [tools.reader(ticket.generation.request.prompt) for ticket in call.tickets]
         self.called = [False] * len(call.tickets)  # whether the answer has a call so far
+        self.begun = set[int]()
 
-    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+    def choices(self, texts: Sequence[Sequence[Piece]]) -> list[answers.ChatChoice]:
         choices = []
         for index, pieces in enumerate(texts):
             completion = completed(pieces)
-            deltas = [delta for piece in pieces for delta in self._read(index, piece)]
-            choices.append(
-                answers.ChatChoice(
-                    index=index,
-                    message=as_message(deltas),
-                    logprobs=self._logprobs(completion.logprobs),
-                    finish_reason=self._reason(index, completion),
-                    explained=self.explained(pieces),
-                )
-            )
-        about = self.call.about(self.speculation)
-        return with_choices(answers.ChatAnswer(**self.heading.fields, choices=[], **about), choices)
+            message = as_message([delta for piece in pieces for delta in self._read(index, piece)])
+            about = {"logprobs": self._logprobs(completion.logprobs), "explained": self.explained(pieces)}
+            reason = self._reason(index, completion)
+            choices.append(answers.ChatChoice(index=index, message=message, finish_reason=reason, **about))
+        return choices
 
-    async def events(self) -> AsyncIterator[str]:
-        begun = set[int]()
-        async for index, pieces in self.call.rounds():
-            if index not in begun:
-                begun.add(index)
-                yield self.event([answers.ChatChunkChoice(index=index, delta=BEGIN)])
-            for choice in self._chunks(index, pieces):
-                yield self.event([choice], self.stream.continuous_usage_stats, choice.finish_reason is not None)
-        for each in self.last_events():
-            yield each
-
-    def _read(self, index: int, piece: Piece) -> list[answers.Delta]:
-        deltas = self.readers[index](piece)
-        self.called[index] |= any(delta.tool_calls for delta in deltas)
-        return deltas
-
-    def _chunks(self, index: int, pieces: Sequence[Piece]) -> list[answers.ChatChunkChoice]:
+    def chunks(self, index: int, pieces: Sequence[Piece]) -> list[answers.ChatChunkChoice]:
         deltas = joined([delta for piece in pieces for delta in self._read(index, piece)])
         completion = pieces[-1].completion
         reason = self._reason(index, completion) if completion else None
@@ -93,11 +64,21 @@ class _ChatAnswer(ChunkAnswering):
         if choices:
             choices[0].logprobs, choices[0].explained = logprobs, explained
             choices[-1].finish_reason = reason
-        return choices
+        if index in self.begun:
+            return choices
+        # The role comes with the first token. Nothing is sent for requests that wait, so that they can be sent to
+        # another server if this one ends.
+        self.begun.add(index)
+        return [answers.ChatChunkChoice(index=index, delta=answers.Delta(role="assistant", content="")), *choices]
+
+    def _read(self, index: int, piece: Piece) -> list[answers.Delta]:
+        deltas = self.readers[index](piece)
+        self.called[index] |= any(delta.tool_calls for delta in deltas)
+        return deltas
 
     def _reason(self, index: int, completion: Completion) -> str:
         reason = finish_reason(completion)
         return "tool_calls" if reason == "stop" and self.called[index] else reason
 
     def _logprobs(self, logprobs: tuple[TokenLogprobs, ...] | None) -> answers.ChatLogprobs | None:
-        return for_chat(logprobs, self.state.spelling) if logprobs is not None and self.body.logprobs else None
+        return for_chat(logprobs, self.state.spelling) if logprobs is not None and self.wants_logprobs else None

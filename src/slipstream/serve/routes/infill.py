@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from slipstream.engine.generation import Completion
+from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.answers import FilledIn
-from slipstream.serve.call import Call, unless_gone
-from slipstream.serve.grammars import constraint
+from slipstream.serve.call import Call
 from slipstream.serve.infill import Infill, infill_of
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
-from slipstream.serve.options import engine_options
+from slipstream.serve.options import constraint, engine_options
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.schema import InfillRequest
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import EventStream, event
+from slipstream.serve.stream import Answering, event
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
@@ -27,7 +26,6 @@ router = APIRouter(tags=["text"], route_class=JsonRoute)
 async def infill(body: Once[InfillRequest], request: Request) -> Response:
     """Fill in the text between a prefix and a suffix."""
     state = state_of(request)
-    state.check_model(body.model)
     fill = infill_of(state, "input_suffix")
     options = await run_in_threadpool(_options, body, state, tenant_of(request), fill)
     files = [text for file in body.input_extra or () for text in (file.filename, file.text)]
@@ -35,11 +33,7 @@ async def infill(body: Once[InfillRequest], request: Request) -> Response:
     before = (body.input_prefix or "") + (body.prompt or "")
     prompt = await off_loop(request, fill.prompt, before, body.input_suffix or "", body.input_extra or ())
     call = await state.call(request, [prompt], options, "input_prefix")
-    if body.stream:
-        return EventStream(_events(body, call, state), call)
-    [pieces] = await unless_gone(request, call.collect())
-    answer = _answer(call, state, completed(pieces))
-    return answered(answer if body.response_fields is None else answer.picked(body.response_fields))
+    return await _FilledIn(state, body, call).reply(request)
 
 
 def _options(body: InfillRequest, state: ServerState, tenant: str, fill: Infill) -> dict[str, Any]:
@@ -51,27 +45,35 @@ def _options(body: InfillRequest, state: ServerState, tenant: str, fill: Infill)
     return options | constraint(body, state)
 
 
-async def _events(body: InfillRequest, call: Call, state: ServerState) -> AsyncIterator[str]:
-    """Yield the text as it is written, then what a whole answer has, without its text."""
-    async for _, pieces in call.rounds():
-        if text := "".join(piece.text for piece in pieces):
-            timings = call.timings() if body.timings_per_token else None
-            yield event(FilledIn(content=text, stop=False, timings=timings))
-        if pieces[-1].completion is not None:
-            yield event(_answer(call, state, pieces[-1].completion, ""))
+class _FilledIn(Answering):
+    def __init__(self, state: ServerState, body: InfillRequest, call: Call) -> None:
+        super().__init__(state, body, call)
+        self.fields, self.times_tokens = body.response_fields, body.timings_per_token
 
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        completion = completed(texts[0])
+        answer = self._last(completion, completion.text)
+        return answered(answer if self.fields is None else answer.picked(self.fields))
 
-def _answer(call: Call, state: ServerState, completion: Completion, text: str | None = None) -> FilledIn:
-    cut = finish_reason(completion) == "length"
-    eos = completion.tokens[-1:] and completion.tokens[-1] in call.tickets[0].generation.request.eos
-    return FilledIn(
-        content=completion.text if text is None else text,
-        stop=True,
-        model=state.model,
-        stop_type="limit" if cut else "eos" if eos else "word",
-        truncated=False,
-        tokens_predicted=len(completion.tokens),
-        tokens_evaluated=completion.prompt_tokens,
-        tokens_cached=call.usage.prompt_tokens_details.cached_tokens,
-        timings=call.timings(),
-    )
+    async def events(self) -> AsyncIterator[str]:
+        async for _, pieces in self.call.rounds():
+            if text := "".join(piece.text for piece in pieces):
+                timings = self.call.timings() if self.times_tokens else None
+                yield event(FilledIn(content=text, stop=False, timings=timings))
+            if pieces[-1].completion is not None:
+                yield event(self._last(pieces[-1].completion, ""))
+
+    def _last(self, completion: Completion, text: str) -> FilledIn:
+        cut = finish_reason(completion) == "length"
+        eos = completion.tokens[-1:] and completion.tokens[-1] in self.call.tickets[0].generation.request.eos
+        return FilledIn(
+            content=text,
+            stop=True,
+            model=self.state.model,
+            stop_type="limit" if cut else "eos" if eos else "word",
+            truncated=False,
+            tokens_predicted=len(completion.tokens),
+            tokens_evaluated=completion.prompt_tokens,
+            tokens_cached=self.call.usage.prompt_tokens_details.cached_tokens,
+            timings=self.call.timings(),
+        )

@@ -9,25 +9,26 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from slipstream.engine.generation import Completion, Piece
-from slipstream.serve import answers
-from slipstream.serve.call import Call, Heading
+from slipstream.serve.answers import ToolCallAnswer
+from slipstream.serve.call import Call
 from slipstream.serve.chats import begun, chat_of
 from slipstream.serve.faults import MESSAGES, ServeError, for_path
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
-from slipstream.serve.message_answers import (
+from slipstream.serve.messages import (
     ContentBlock,
     Counted,
+    CountRequest,
     MessageAnswer,
     MessageEvent,
     MessageFault,
+    MessagesRequest,
     MessageUsage,
 )
-from slipstream.serve.messages import CountRequest, MessagesRequest
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
-from slipstream.serve.readers import as_message, joined
+from slipstream.serve.readers import as_message, joined, parts_of
 from slipstream.serve.schema import ChatRequest
-from slipstream.serve.state import state_of
-from slipstream.serve.stream import event, reply
+from slipstream.serve.state import ServerState, state_of
+from slipstream.serve.stream import Answering, event
 from slipstream.serve.tools import Tools
 from slipstream.text.jsontext import json_text
 
@@ -40,33 +41,29 @@ OUTCOMES = {**FAULTS, 200: streams(MessageEvent)}
 @router.post("/v1/messages", responses=OUTCOMES, response_model=MessageAnswer)
 async def messages(body: Once[MessagesRequest], request: Request) -> Response:
     """Answer a chat."""
-    state_of(request).check_model(body.model)
     chat = await off_loop(request, body.as_chat)
     call, tools = await begun(chat, request)
     request.state.ignored = ["thinking" if each == "reasoning_effort" else each for each in request.state.ignored]
-    answer = await off_loop(request, _MessageAnswer, request, chat, call, tools)
-    return await reply(request, answer, body.stream)
+    answer = await off_loop(request, _MessageAnswer, state_of(request), chat, call, tools)
+    return await answer.reply(request)
 
 
 @router.post("/v1/messages/count_tokens", responses=FAULTS, response_model=Counted)
 async def count_tokens(body: Once[CountRequest], request: Request) -> Response:
     """Count the tokens of a chat."""
     state = state_of(request)
-    state.check_model(body.model)
     chat = await off_loop(request, body.as_chat)
-    prompt = await chat_of(chat, Tools.of(chat, state), request)
+    prompt = await chat_of(chat, Tools(chat, state), request)
     return answered(Counted(input_tokens=len(await off_loop(request, state.encode, prompt, "messages"))))
 
 
-class _MessageAnswer:
-    """Makes the answer from a call, as a whole or in events."""
+class _MessageAnswer(Answering):
+    prefix = "msg"
 
-    def __init__(self, request: Request, body: ChatRequest, call: Call, tools: Tools) -> None:
-        self.state, self.call = state_of(request), call
+    def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:
+        super().__init__(state, body, call)
         self.stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        self.heading = Heading.new("msg", self.state.model)
-        [ticket] = call.tickets
-        self.ticket, self.reader = ticket, tools.reader(ticket.generation.request.prompt)
+        self.reader = tools.reader(call.tickets[0].generation.request.prompt)
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
         [pieces] = texts
@@ -77,15 +74,19 @@ class _MessageAnswer:
         if message.content or not message.tool_calls:
             blocks.append(ContentBlock(type="text", text=message.content or ""))
         for call in message.tool_calls or ():
-            name, arguments = call.function.name, _arguments(call.function.arguments)
-            blocks.append(ContentBlock(type="tool_use", id=call.id, name=name, input=arguments))
+            try:
+                arguments = json.loads(call.function.arguments)
+            except json.JSONDecodeError:  # the call was cut
+                arguments = {}
+            arguments = arguments if isinstance(arguments, dict) else {}
+            blocks.append(ContentBlock(type="tool_use", id=call.id, name=call.function.name, input=arguments))
         reason, stop = self._reason(completed(pieces), bool(message.tool_calls))
         times = {"metrics": self.call.metrics(), "timings": self.call.timings()}
         return answered(self._message(content=blocks, stop_reason=reason, stop_sequence=stop, **times))
 
     def _message(self, **fields: Any) -> MessageAnswer:
         about = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage, **fields}
-        return MessageAnswer(id=self.heading.id, model=self.heading.model, **about)
+        return MessageAnswer(id=self.heading["id"], model=self.heading["model"], **about)
 
     @property
     def _usage(self) -> MessageUsage:
@@ -108,23 +109,21 @@ class _MessageAnswer:
         return ("stop_sequence", found[0]) if found else ("end_turn", None)
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the events of the message as it is written; an error is the last one."""
         try:
             yield _event("message_start", message=self._message())
-            index, kind, called, completion = -1, "", False, None
+            index, open_kind, called, completion = -1, "", False, None
             async for _, pieces in self.call.rounds():
                 completion = pieces[-1].completion
                 for delta in joined([delta for piece in pieces for delta in self.reader(piece)]):
-                    for opening, change in _changes(delta):
-                        if opening is not None and (opening.type == "tool_use" or opening.type != kind):
-                            if kind:
+                    for kind, text, call in parts_of(delta):
+                        if kind != open_kind or call:
+                            if open_kind:
                                 yield _event("content_block_stop", index=index)
-                            index, kind = index + 1, opening.type
-                            called |= kind == "tool_use"
-                            yield _event("content_block_start", index=index, content_block=opening)
-                        if change:
-                            yield _event("content_block_delta", index=index, delta=change)
-            if kind:
+                            index, open_kind, called = index + 1, kind, called or kind == "call"
+                            yield _event("content_block_start", index=index, content_block=_opened(kind, call))
+                        name, field = CHANGES[kind]
+                        yield _event("content_block_delta", index=index, delta={"type": name, field: text})
+            if open_kind:
                 yield _event("content_block_stop", index=index)
             assert completion is not None, "the last piece has the completion"
             reason, stop = self._reason(completion, called)
@@ -134,28 +133,21 @@ class _MessageAnswer:
             yield f"event: error\ndata: {json_text(for_path(error.body(), error.status, MESSAGES))}\n\n"
 
 
-def _changes(delta: answers.Delta) -> list[tuple[ContentBlock | None, dict[str, str]]]:
-    """Return what a part of the message adds: the block it belongs to, if it may begin one, and its text."""
-    found: list[tuple[ContentBlock | None, dict[str, str]]] = []
-    if delta.reasoning_content:
-        begin = ContentBlock(type="thinking", thinking="", signature="")
-        found.append((begin, {"type": "thinking_delta", "thinking": delta.reasoning_content}))
-    if delta.content:
-        found.append((ContentBlock(type="text", text=""), {"type": "text_delta", "text": delta.content}))
-    for call in delta.tool_calls or ():
-        name = call.function.name
-        block = ContentBlock(type="tool_use", id=call.id, name=name, input={}) if name else None
-        found.append((block, {"type": "input_json_delta", "partial_json": call.function.arguments}))
-    return found
+CHANGES = {  # by the kind of a part of a message: the event's delta, and its field
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; {} for those of one that was cut."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _opened(kind: str, call: ToolCallAnswer | None) -> ContentBlock:
+    if call is not None:
+        return ContentBlock(type="tool_use", id=call.id, name=call.function.name, input={})
+    return (
+        ContentBlock(type="text", text="")
+        if kind == "content"
+        else ContentBlock(type="thinking", thinking="", signature="")
+    )
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -70,19 +70,17 @@ async def metrics(request: Request) -> Response:
 async def tokenize(body: Once[TokenizeRequest], request: Request) -> Response:
     """Return the tokens of a text, or of a chat in the model's chat template."""
     state = state_of(request)
-    state.check_model(body.model)
     if sum(each is not None for each in (body.prompt, body.content, body.messages)) != 1:
         raise BadRequest("give either prompt (or content) or messages.", "prompt")
     chat = None
     if body.messages is not None:
         names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         asked = ChatRequest.of({name: getattr(body, name) for name in names})
-        chat = await chat_of(asked, Tools.of(asked, state), request)
+        chat = await chat_of(asked, Tools(asked, state), request)
     return await off_loop(request, _tokenized, state, body, chat)
 
 
 def _tokenized(state: ServerState, body: TokenizeRequest, chat: Chat | None) -> Response:
-    """Return the tokens of a text, or of a chat in the chat template. Raises BadRequest."""
     if chat is not None:
         ids = state.encode(chat, "messages")
     else:
@@ -106,7 +104,6 @@ def _tokenized(state: ServerState, body: TokenizeRequest, chat: Chat | None) -> 
 async def detokenize(body: Once[DetokenizeRequest], request: Request) -> Response:
     """Return the text of tokens, with special ones."""
     state = state_of(request)
-    state.check_model(body.model)
     vocabulary = state.engine.decoder.target.vocab
     if max(body.tokens, default=0) >= vocabulary:
         raise BadRequest(f"tokens holds an id that the model does not know: it knows 0..{vocabulary - 1}.", "tokens")

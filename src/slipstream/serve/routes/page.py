@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 router = APIRouter(include_in_schema=False)
 
@@ -16,21 +16,17 @@ SECURITY = {
 }
 
 
-def _file(name: str, kind: str) -> Response:
-    content = files("slipstream.serve").joinpath("page", name).read_bytes()
-    return Response(content, media_type=kind, headers=SECURITY)
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
 
 
 @router.get("/")
-def page() -> Response:
-    return _file("page.html", "text/html")
-
-
 @router.get("/page.js")
-def script() -> Response:
-    return _file("page.js", "text/javascript")
-
-
 @router.get("/page.css")
-def style() -> Response:
-    return _file("page.css", "text/css")
+def page(request: Request) -> Response:
+    name, kind = FILES[request.url.path]
+    content = files("slipstream.serve").joinpath("page", name).read_bytes()
+    return Response(content, media_type=kind, headers=SECURITY)

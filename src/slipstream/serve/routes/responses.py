@@ -8,37 +8,35 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from slipstream.engine.generation import Completion, Piece
-from slipstream.serve.call import Call, Heading, unless_gone
+from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
 from slipstream.serve.conversations import StoredConversation
 from slipstream.serve.faults import BadRequest, ServeError
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
-from slipstream.serve.options import speculation
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
 from slipstream.serve.readers import Reader, joined
-from slipstream.serve.response_answers import (
+from slipstream.serve.response_output import (
     Incomplete,
-    InputDetails,
     ResponseAnswer,
     ResponseDeleted,
     ResponseEvent,
+    ResponseOutput,
     ResponseUsage,
+    Told,
 )
-from slipstream.serve.response_output import ResponseOutput, Told
 from slipstream.serve.response_schema import (
     Content,
     InputCall,
     InputImage,
     InputMessage,
     InputReasoning,
-    InputRefusal,
     InputResult,
     Kept,
     ResponsesRequest,
 )
-from slipstream.serve.schema import ChatRequest
+from slipstream.serve.schema import ChatRequest, RefusalPart
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import EventStream, event
+from slipstream.serve.stream import Answering, event
 
 
 def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
@@ -104,7 +102,7 @@ def _content(content: Content) -> str | list[dict[str, Any]]:
         if isinstance(part, InputImage):
             parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
         else:
-            text = part.refusal if isinstance(part, InputRefusal) else part.text
+            text = part.refusal if isinstance(part, RefusalPart) else part.text
             parts.append({"type": "text", "text": text})
     return parts
 
@@ -119,7 +117,6 @@ FOUND: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (
 async def responses(body: Once[ResponsesRequest], request: Request) -> Response:
     """Answer a text or a conversation."""
     state = state_of(request)
-    state.check_model(body.model)
     conversation = state.conversations.resume(body, tenant_of(request), getattr(request.state, "size", 0))
     if not conversation.items:
         raise BadRequest("input is empty: give a text, or at least one item.", "input")
@@ -127,10 +124,7 @@ async def responses(body: Once[ResponsesRequest], request: Request) -> Response:
     chat = await off_loop(request, as_chat, body, conversation.items)
     call, tools = await begun(chat, request, "input", None if body.instructions else plain)
     reader = await off_loop(request, tools.reader, call.tickets[0].generation.request.prompt)
-    answer = _ResponseAnswer(state, body, conversation, call, reader)
-    if body.stream:
-        return EventStream(answer.events(), call)
-    return answered(await unless_gone(request, answer.whole()))
+    return await _ResponseAnswer(state, body, conversation, call, reader).reply(request)
 
 
 @router.get("/v1/responses/{response_id}", responses=FOUND, response_model=ResponseAnswer)
@@ -146,21 +140,22 @@ async def delete_response(response_id: str, request: Request) -> Response:
     return answered(ResponseDeleted(id=response_id))
 
 
-class _ResponseAnswer:
-    """Makes the answer from a call, as a whole or in events, and keeps it with its conversation."""
+class _ResponseAnswer(Answering):
+    """Makes the answer from a call, and keeps it with its conversation."""
+
+    prefix = "resp"
 
     def __init__(
         self, state: ServerState, body: ResponsesRequest, conversation: StoredConversation, call: Call, reader: Reader
     ) -> None:
-        self.state, self.body, self.conversation, self.call, self.reader = state, body, conversation, call, reader
-        self.heading = Heading.new("resp", state.model)
+        super().__init__(state, body, call)
+        self.asked, self.conversation, self.reader = body, conversation, reader
         self.output = ResponseOutput()
         self.count = 0  # the number of events so far
 
-    async def whole(self) -> ResponseAnswer:
-        [pieces] = await self.call.collect()
-        list(self._read(pieces))
-        return self._done(completed(pieces))
+    def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
+        list(self._read(texts[0]))
+        return answered(self._done(completed(texts[0])))
 
     async def events(self) -> AsyncIterator[str]:
         for kind in ("created", "in_progress"):
@@ -174,10 +169,10 @@ class _ResponseAnswer:
             assert completion is not None, "the last piece has the completion"
             response = self._done(completion)
         except ServeError as error:
-            response = self._response("failed", output=self.output.items, error=error.body()["error"])
+            response = self._response("failed", error=error.body()["error"])
         yield self._event(response.status, response=response)
 
-    def _read(self, pieces: list[Piece]) -> list[Told]:
+    def _read(self, pieces: Sequence[Piece]) -> list[Told]:
         """Add the pieces of a round to the output -> the events that tell of them; the last ones end it."""
         told: list[Told] = []
         for delta in joined([delta for piece in pieces for delta in self.reader(piece)]):
@@ -187,33 +182,28 @@ class _ResponseAnswer:
 
     def _done(self, completion: Completion) -> ResponseAnswer:
         status = _status(completion)
-        about, usage = self.call.about(speculation(self.body)), self.call.usage
-        tokens = ResponseUsage(
+        about, usage = self.call.about(self.speculation), self.call.usage
+        about["usage"] = ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+            input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
         )
-        response = self._response(
-            status,
-            output=self.output.items,
-            incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
-            usage=tokens,
-            metrics=about["metrics"],
-            timings=about["timings"],
-        )
-        if self.body.store is not False:
+        incomplete = Incomplete(reason="max_output_tokens") if status == "incomplete" else None
+        response = self._response(status, incomplete_details=incomplete, **about)
+        if self.asked.store is not False:
             self.state.conversations.keep(response, self.conversation, self.output.as_input)
         return response
 
     def _response(self, status: str, **fields: Any) -> ResponseAnswer:
-        body, choice = self.body, self.body.tool_choice or ("auto" if self.body.tools else "none")
+        body, choice = self.asked, self.asked.tool_choice or ("auto" if self.asked.tools else "none")
         text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {}
         return ResponseAnswer(
-            id=self.heading.id,
-            created_at=self.heading.created,
-            model=self.heading.model,
+            id=self.heading["id"],
+            created_at=self.heading["created"],
+            model=self.heading["model"],
             status=status,
+            output=self.output.items,
             instructions=body.instructions,
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -226,7 +216,7 @@ class _ResponseAnswer:
             top_p=1.0 if body.top_p is None else body.top_p,
             max_output_tokens=body.max_output_tokens,
             store=body.store is not False,
-            **{"output": [], **fields},
+            **fields,
         )
 
     def _event(self, kind: str, **fields: Any) -> str:
