@@ -103,7 +103,6 @@ def cache_folder(name: str, variable: str) -> Path | None:
 
 
 def user_cache() -> Path:
-    """Return the package's folder among the user's caches: slipstream in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "slipstream"
 
 
@@ -136,7 +135,6 @@ class TextFileKind:
     mark: str
 
     def recognises(self, path: Path) -> bool:
-        """Return whether the mark is in the first 4096 bytes."""
         return self.mark.encode() in _beginning(path, 4096)
 
 
@@ -148,7 +146,6 @@ class JsonObject:
     fields: Mapping[str, str | None]
 
     def recognises(self, path: Path) -> bool:
-        """Return whether a file is a JSON object with these fields."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError):
@@ -200,7 +197,6 @@ def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: 
 def check_folder(
     folder: Name, kinds: Mapping[str, Recognisable], force: bool = False, inputs: Iterable[Name] = ()
 ) -> None:
-    """Check, as `check_writable` does, files by their names in a folder, which need not exist yet."""
     place = Path(folder)
     above = next(path for path in (place, *place.absolute().parents) if path.exists() or path.is_symlink())
     if not above.is_dir():
@@ -244,7 +240,6 @@ class TensorFileKind:
     remedy: str  # "build it again"
 
     def recognises(self, path: Path) -> bool:
-        """Return whether the header names this format, in any version."""
         head = _beginning(path, 8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 0 < size <= min(LONGEST_HEADER, path.stat().st_size):

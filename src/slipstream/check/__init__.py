@@ -64,7 +64,6 @@ def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], di
 
 
 def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, listener: Listener) -> Case:
-    """Return what is checked. Raises ValueError without a draft or a prompt."""
     if isinstance(engine.decoder.drafter, NoDraft):
         raise ValueError("there is no draft, so there is nothing to check: give a draft model.")
     texts = tuple(dict.fromkeys(engine.encode(prompt) for prompt in prompts))

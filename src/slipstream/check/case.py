@@ -68,7 +68,6 @@ class Case:
         return self.decoder.controller.most
 
     def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:
-        """Make `count` different requests from the prompts in turn (default: each once)."""
         limit, prompts = tokens or self.settings.max_new_tokens, self.prompts
         return [
             request_for(
@@ -84,9 +83,7 @@ class Case:
         ]
 
     def under(self, rule: Rule) -> Decoder:
-        """Return the decoder with another rule."""
         return replace(self.decoder, verifier=rule.verify, rng=rule.rng)
 
     def at(self, what: str) -> Callable[[int, int], None]:
-        """Return a function (done, total) that reports the progress of one stage."""
         return lambda done, total: self.listener(what, done, total)

@@ -56,18 +56,15 @@ class Rounding:
 
     @property
     def allowed(self) -> float:
-        """The greatest gap of a near-tie, in logits."""
         least = {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.dtype, 1e-2)
         return max(least, MARGIN * self.noise)
 
     def see(self, plain: Tensor, used: Tensor) -> None:
-        """Compare the scores (vocab,) of one position."""
         self.noise = max(self.noise, _farthest(plain, used))
         self.spread = max(self.spread, float(plain[plain.isfinite()].float().std(correction=0)))
         self.dtype = plain.dtype
 
     def see_whole(self, target: Scorer, text: RecordedText, plain: Sequence[Tensor]) -> None:
-        """Compare the scores of a text's positions with those of the target's own forward pass."""
         alone = getattr(target, "alone", None)
         if alone is None:
             return

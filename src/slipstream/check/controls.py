@@ -31,8 +31,6 @@ def broken(rule: Rule, greedy: bool, sampled: bool = False, cut: bool = False) -
 
 
 def _everything(verify: Verifier) -> Verifier:
-    """Make a broken verifier that accepts the longest path of every draft."""
-
     def accept(p: Law, draft: Draft, draw: Draw) -> Verdict:
         verdict = verify(p, draft, draw)
         return verdict if draft.law is None else _stand(verdict, p, draft, torch.tensor(draft.depths))

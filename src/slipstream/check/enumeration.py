@@ -79,7 +79,6 @@ class Pair:
 
 
 def normed(weights: Tensor) -> Tensor:
-    """Normalize weights (..., cells) to probabilities in float64, on the CPU."""
     weights = weights.double().cpu()
     return weights / weights.sum(-1, keepdim=True)
 
@@ -94,7 +93,6 @@ class Process:
 
     @property
     def law(self) -> Tensor:
-        """The joint law of the first len(p) tokens under p."""
         joint = self.p[0]
         for p in self.p[1:]:
             joint = joint.unsqueeze(-1) * p
@@ -102,7 +100,6 @@ class Process:
 
 
 def wide(pair: Pair) -> Process:
-    """Make the process of a single drafted token from a pair of laws."""
     cells = pair.p.shape[0]
     return Process([pair.p, pair.following.expand(cells, cells)], [pair.q], pair.copied)
 

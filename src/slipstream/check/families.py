@@ -66,12 +66,10 @@ class Architecture:
 
     @property
     def family(self) -> str:
-        """The model type in transformers, such as "llama"."""
         return self.config.model_type
 
     @property
     def name(self) -> str:
-        """The name of the model class."""
         return self.kind.__name__
 
 
@@ -143,7 +141,6 @@ def _send(architecture: Architecture, answers: Connection) -> None:
 
 
 def attempt(architecture: Architecture) -> FamilyTrial:
-    """Try one architecture in this process."""
     blank = _failed(architecture, "")
     try:
         model = tiny_model(architecture.kind, tiny_config(architecture.config))
@@ -222,7 +219,6 @@ class EveryOther:
         self.inner, self._turns = inner, itertools.count()
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        """Return the inner drafter's draft, altered in every other round."""
         draft = self.inner.propose(context, gammas)
         if not next(self._turns) % 2:
             return draft
@@ -231,7 +227,6 @@ class EveryOther:
         return replace(draft, tokens=tokens, law=draft.law and Law(tokens=tokens))
 
     def observe(self, round: Round) -> None:
-        """Pass the round to the inner drafter."""
         self.inner.observe(round)
 
 

@@ -30,7 +30,6 @@ CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 
 
 def greedy(case: Case, sampler: Sampling) -> CheckHalf:
-    """Check greedy decoding: decode, compare the texts with plain decoding, and do the same with broken rules."""
     case.listener("greedy: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
     comparison = compare(case.decoder.target, observed.texts, on_text=case.at("greedy: following the texts"))
@@ -75,7 +74,6 @@ def sampling(case: Case, sampler: Sampling) -> CheckHalf:
 
 
 def about_rule(rule: Rule, observed: Observations) -> Finding:
-    """Answer whether the rule's exact law is the target's, on laws met while decoding."""
     measured = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
     farthest = max((distance.joint for distance in measured), default=0.0)
     mean = sum(distance.token for distance in measured) / max(1, len(measured))
@@ -88,7 +86,6 @@ def about_rule(rule: Rule, observed: Observations) -> Finding:
 
 
 def about_samples(samples: Samples) -> Finding:
-    """Answer whether many tokens are distributed as the target's laws say."""
     (statistic, freedom), p_value, sees = samples.statistic, samples.p_value, samples.detectable
     says = f"{samples.tokens} tokens of {samples.texts} texts: chi-squared {statistic:.1f} with {freedom} degrees of "
     says += f"freedom, {samples.rare} rare tokens for {samples.rare_expected:.1f} expected, p = {p_value:.2g} "
@@ -133,7 +130,6 @@ def _control_requests(case: Case, sampler: Sampling) -> list[Request]:
 
 
 def allowed_gap(case: Case, found: Comparison) -> float:
-    """Return the greatest gap of a near-tie, in logits."""
     return found.rounding.allowed if case.settings.gap is None else case.settings.gap
 
 
@@ -153,7 +149,6 @@ def about_choices(name: str, case: Case, found: Comparison) -> Finding:
 
 
 def about_scores(found: Comparison) -> Finding:
-    """Answer whether rounds give the logits of plain steps, and these the logits of a pass without a cache."""
     rounding = found.rounding
     says = f"logits of rounds and of plain steps differ by at most {rounding.noise:.2g}"
     if rounding.whole is not None:
@@ -165,7 +160,6 @@ def about_scores(found: Comparison) -> Finding:
 
 
 def about_wiring(observed: Observations) -> Finding:
-    """Answer whether the verifier gets the right laws, and the text the right tokens."""
     faults = []
     if not observed.p <= SAME:
         faults.append(f"the verifier got laws up to {observed.p:.2g} away from those of plain processing")
@@ -191,7 +185,6 @@ def about_wiring(observed: Observations) -> Finding:
 
 
 def about_endings(found: Endings) -> Finding:
-    """Answer whether texts end where they should."""
     says = f"texts end at their end token or limit; {found.inside} were ended inside an accepted draft to see it"
     figures = {"faults": len(found.faults), "inside": found.inside}
     return Finding("endings", not found.faults, "; ".join(found.faults[:3]) or says, figures)

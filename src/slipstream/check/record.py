@@ -48,7 +48,6 @@ class RecordedText:
 
     @property
     def tokens(self) -> list[int]:
-        """The emitted tokens."""
         return [emission.token for emission in self.emissions]
 
 
@@ -110,7 +109,6 @@ class _RecordingRng:
 
     @property
     def coupled(self) -> bool:
-        """Whether the decoder's draws are coupled."""
         return self.rng.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
@@ -127,7 +125,6 @@ class _RecordingRng:
         return numbers
 
     def select(self, places: Sequence[int]) -> Rng:
-        """Return the `Rng` of the rows at these places."""
         return _RecordingRng(self.rng.select(places), self.recorder)
 
 
@@ -141,7 +138,6 @@ class _RecordingTarget:
         return getattr(self._scorer, name)
 
     def extend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Score tokens with the target, and record the scores."""
         self._recorder.scores = self._scorer.extend(*args, **kwargs)
         return self._recorder.scores
 
@@ -190,7 +186,6 @@ class _View:
         self.path = list(range(count)) if path is None else path[place, :count].tolist()
 
     def compare(self, observed: Observations) -> None:
-        """Compare the laws at all positions, and the tokens that stand."""
         lines = [(), *(self.lines[node] for node in self.nodes)]
         rows = [Row(self.row.request, self.row.index, [*self.before, *(self.tokens[n] for n in x)]) for x in lines]
         positions = torch.tensor([0, *(node + 1 for node in self.nodes)], device=self.recorder.scores.device)
@@ -207,7 +202,6 @@ class _View:
         observed.drafted += len(self.nodes)
 
     def emit(self, text: RecordedText) -> None:
-        """Record the emitted tokens."""
         positions = [0, *(node + 1 for node in self.path)]
         for j, token in enumerate(self.emitted):
             scores, inside = self.recorder.scores[self.place, positions[j]].clone(), j + 1 < len(positions)

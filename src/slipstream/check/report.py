@@ -82,14 +82,12 @@ class CheckHalf:
 
     @property
     def verdict(self) -> str:
-        """The verdict of this half: PASS, FAIL or UNSURE."""
         if not all(test.passed for test in self.tests):
             return FAIL
         return UNSURE if self.blind else PASS
 
     @property
     def blind(self) -> list[str]:
-        """The reasons why this half cannot judge; empty if it can."""
         noticed = self._noticed
         if not noticed:
             return ["no broken rule was noticed: the draft agrees with the target, or drafts too little, to judge here"]
@@ -109,7 +107,6 @@ class CheckHalf:
         return {name for control in self.controls for name in control.caught_by}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return this half for JSON."""
         differences = [{**asdict(each), "near_tie": each.near_tie} for each in self.differences]
         return {**asdict(self), "verdict": self.verdict, "blind": self.blind, "differences": differences}
 
@@ -146,12 +143,10 @@ class CheckReport:
 
     @property
     def parts(self) -> list[CheckHalf]:
-        """The halves that were run."""
         return [part for part in (self.greedy, self.sampling) if part]
 
     @property
     def verdict(self) -> str:
-        """The verdict: "pass", "fail" or "cannot judge"."""
         verdicts = [part.verdict for part in self.parts]
         return next((verdict for verdict in (FAIL, UNSURE) if verdict in verdicts), PASS)
 
@@ -163,11 +158,9 @@ class CheckReport:
 
     @property
     def controls(self) -> list[Control]:
-        """The controls of all parts."""
         return [control for part in self.parts for control in part.controls]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values, without tuples or infinities."""
         record = {
             "verdict": self.verdict,
             "remedy": self.remedy,
@@ -180,7 +173,6 @@ class CheckReport:
         return json.loads(json_text(record))
 
     def text(self) -> str:
-        """Return the report as text: the verdict, its parts, and at the end the remedy if it cannot judge."""
         about = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         lines = [f"{self.verdict.upper()}: {HEADLINES[self.verdict]}", f"  {about}; {self.seconds:.0f} seconds"]
         for part in self.parts:

@@ -52,7 +52,6 @@ class Samples:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that were counted."""
         return sum(tally.count for tally in self.tallies)
 
     @property
@@ -62,7 +61,6 @@ class Samples:
 
     @property
     def statistic(self) -> tuple[float, int]:
-        """The chi-squared statistic and its degrees of freedom."""
         results = [tally.test() for tally in self.tallies]
         return sum(x for x, _ in results), sum(freedom for _, freedom in results)
 
@@ -131,7 +129,6 @@ def _cells(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:
-    """Return the drafter's law (rows, 1) for the first tokens."""
     rows, target = [Row(request, index, list(request.prompt)) for index, request in enumerate(requests)], decoder.target
     target.add(len(rows), [request.source for request in requests])
     try:

@@ -49,7 +49,6 @@ def _asks_for_torch(model: PreTrainedModel) -> bool:
 
 @functools.cache
 def _source(module: ModuleType) -> str:
-    """Return the source code of a module; empty if it cannot be read."""
     try:
         return inspect.getsource(module)
     except (OSError, TypeError):

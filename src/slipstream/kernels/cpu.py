@@ -87,7 +87,6 @@ def _reason(error: Exception) -> str:
 
 
 def _check() -> None:
-    """Raise ValueError if the kernels do not compute the same as torch."""
     generator = torch.Generator().manual_seed(0)
     for dtype in STEP:
         inputs, weight = (torch.randn(rows, 192, generator=generator).to(dtype) for rows in (5, PANEL + 1))

@@ -52,7 +52,6 @@ class Level:
 
     @property
     def fits(self) -> bool:
-        """Whether this processor has all that the level needs."""
         return self.flags <= processor_flags()
 
 
@@ -204,7 +203,6 @@ def _fingerprint(level: Level) -> str:
 
 @functools.cache
 def described(name: str) -> str:
-    """Return what Linux says of this processor under a name; elsewhere nothing."""
     file = Path("/proc/cpuinfo")
     found = re.search(rf"^(?:{name})\s*:\s*(.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
     return found[1] if found else ""

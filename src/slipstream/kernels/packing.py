@@ -77,11 +77,9 @@ class PanelLinear(PackedLinear):
         self.bias = bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply inputs (..., in_features) by the packed weight -> (..., out_features)."""
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
 
     def plain_weight(self) -> Tensor:
-        """Return the weight (features, inputs) before packing."""
         return from_panels(self.weight, self.out_features)
 
 
@@ -96,11 +94,9 @@ class BlockedLinear(PackedLinear):
         self.bias = bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply inputs (..., in_features) by the packed weight -> (..., out_features)."""
         return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
 
     def plain_weight(self) -> Tensor:
-        """Return the weight (features, inputs) before packing."""
         return self.weight.to_dense()
 
 
@@ -141,11 +137,9 @@ class QuantizedLinear(PackedLinear):
 
     @property
     def panels(self) -> QuantizedPanels:
-        """The weight as the kernel reads it."""
         return QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply inputs (..., in_features) by the quantized weight -> (..., out_features)."""
         inputs = inputs if self.order is None else inputs.index_select(-1, self.order)
         return quantized_linear(inputs, self.panels, self.bias, self.out_features, self.precision.bits, self.whole)
 
@@ -182,7 +176,6 @@ class QuantizedEmbedding(nn.Module):
     scale: Tensor | None
 
     def __init__(self, precision: Precision, panels: QuantizedPanels, layer: Any) -> None:
-        """Make the embeddings from the panels of the weight of `layer`, in its dtype, and with its factor."""
         super().__init__()
         scale = getattr(layer, "embed_scale", None)
         self.register_buffer("scale", None if scale is None else torch.as_tensor(scale), persistent=False)
@@ -192,7 +185,6 @@ class QuantizedEmbedding(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of tokens."""
         panels = QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
         rows = quantized_rows(tokens.reshape(-1), panels, self.precision.bits, self.embedding_dim)
         rows = rows.to(self.dtype).view(*tokens.shape, self.embedding_dim)
@@ -322,7 +314,6 @@ def lowest_bits(model: nn.Module) -> int | None:
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the modules with the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
@@ -333,7 +324,6 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def plain_weight(layer: Any) -> Tensor:
-    """Return the weight (features, inputs) of a linear layer."""
     if isinstance(layer, PackedLinear):
         return layer.plain_weight()
     weight: Tensor = layer.weight
@@ -347,7 +337,6 @@ def _shape(layer: Any) -> tuple[int, int]:
 
 
 def _packed(layer: nn.Linear | Conv1D, stretch: Stretch | None) -> nn.Module:
-    """Return the layer with its weight packed, or the layer itself if no kernel supports it."""
     weight = plain_weight(layer)
     if stretch is not None and fits_panels(weight):
         return PanelLinear(weight, layer.bias, stretch)
@@ -355,5 +344,4 @@ def _packed(layer: nn.Linear | Conv1D, stretch: Stretch | None) -> nn.Module:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether a model has packed layers."""
     return any(isinstance(part, PackedLinear) for part in model.modules())

@@ -15,7 +15,6 @@ def fits_panels(weight: Tensor) -> bool:
 
 
 def panel_bytes(weight: Tensor) -> int:
-    """Return the number of bytes that `into_panels` needs for a weight."""
     return -(-weight.shape[0] // PANEL) * PANEL * weight.shape[1] * weight.element_size()
 
 

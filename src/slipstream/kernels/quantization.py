@@ -71,7 +71,6 @@ class Precision:
 
     @staticmethod
     def named(name: str, group: int | None = None, rounding: str = NEAREST) -> Precision:
-        """Return the precision "int8" or "int4", by default with the usual group. Raises ValueError for other names."""
         bits = {"int8": 8, "int4": 4}.get(name)
         if bits is None:
             raise ValueError(f"{name!r} is no precision of weights: use int8 or int4.")
@@ -114,7 +113,6 @@ class Codes:
     zeros: Tensor | None = None
 
     def weight(self) -> Tensor:
-        """Return the dequantized weight (features, groups * group) in float32."""
         parts = self.codes.unflatten(1, (-1, self.precision.group)).int()
         scales = self.scales.float()[..., None]
         if self.zeros is not None and self.zeros.dtype != torch.uint8:

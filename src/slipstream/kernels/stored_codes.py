@@ -34,7 +34,6 @@ class StoredLinear:
     order: Tensor | None = None
 
     def weight(self) -> Tensor:
-        """Return the weight that the codes stand for, in float32."""
         features, inputs = self.shape
         weight = quantized_rows(torch.arange(features), self.panels, self.precision.bits, inputs)
         return weight if self.order is None else weight[:, self.order.argsort()]
@@ -65,7 +64,6 @@ def stored_format(settings: Mapping[str, Any]) -> StoredFormat | None:
 
 
 def _gptq(settings: Mapping[str, Any]) -> StoredFormat:
-    """Return GPTQ's format: codes packed along inputs, zeros along features; version 1 stores every zero minus one."""
     kind = settings.get("checkpoint_format", "gptq")
     _refuse_unless(kind in ("gptq", "gptq_v2"), f"its GPTQ weights are laid out as {kind!r}", "gptq or gptq_v2")
     less, size = int(kind == "gptq"), _inputs_of_group(settings.get("group_size"))
@@ -141,7 +139,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _inputs_of_group(size: Any) -> int | None:
-    """Return how many inputs share a scale; None for all inputs of a feature."""
     return int(size) if size is not None and int(size) > 0 else None
 
 

@@ -112,12 +112,10 @@ class CausalScorer(OnMemory):
 
     @property
     def vocab(self) -> int:
-        """The size of the logits."""
         return self.facts.vocab
 
     @property
     def context(self) -> int | None:
-        """The longest text the model can hold; None if there is no limit."""
         return self.facts.context
 
     @property
@@ -127,28 +125,23 @@ class CausalScorer(OnMemory):
 
     @property
     def source_form(self) -> SourceForm | None:
-        """The form of the sources that the encoder reads; None for a model without an encoder."""
         return self._memory.sources.form if self._memory.sources else None
 
     @property
     def windows(self) -> set[int]:
-        """The numbers of tokens that layers with a limit may look back."""
         return windows_of(self.model.config.get_text_config())
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """The kinds of input besides text that the model can read."""
         return modalities_of(self.model)
 
     # ---- rows ----
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes that one token takes in the cache; 0 before the first pass."""
         return self._memory.texts.bytes_per_token
 
     def attach(self, row: int, media: Media) -> None:
-        """Store the media of an empty row's text, which is then read in one piece."""
         self._memory.media[row] = media
 
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
@@ -169,11 +162,9 @@ class CausalScorer(OnMemory):
         self._memory.use_prefixes(cache)
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
         return self._memory.recall(row, text, salt)
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store a text in the prefix cache, as far as the row holds it; `text` are the tokens of the row."""
         self._memory.remember(row, text, salt)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
@@ -223,10 +214,6 @@ class CausalScorer(OnMemory):
         self._memory.texts.least = shape.slots if shape else self.execution.least if self.execution else 0
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows -> logits.
-
-        Other rows are left alone. The logits are (rows, n, vocab) in the model's dtype.
-        """
         if self.shape:
             assert tree is None, "trees have shapes of their own"
             return self._extend_exactly(self.shape, tokens, counts, first)
@@ -252,7 +239,6 @@ class CausalScorer(OnMemory):
             return self._runner.logits(self._builder.build(tokens, slots, tree)).to(self.device)
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
         texts = [self._read_media(row, text) for row, text in enumerate(texts, first)]
         if self.shape or self._are_better_alone(texts):  # with a shape, so that a row's keys do not depend on others
             for row, text in enumerate(texts, first):
@@ -277,7 +263,6 @@ class CausalScorer(OnMemory):
 
     @torch.inference_mode()
     def _prefill(self, texts: Sequence[Sequence[int]], first: int) -> None:
-        """Feed texts in passes of at most PREFILL_TOKENS columns, one text to each row from `first` on."""
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             parts = [text[start : start + PREFILL_TOKENS] for text in texts]
             counts = [len(part) for part in parts]
@@ -287,7 +272,6 @@ class CausalScorer(OnMemory):
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
-        """Return the logits (1, n, vocab) of one text by the model's own forward, without our cache."""
         if self._decoder:
             assert source is not None
             return self._decoder.alone(torch.tensor([text], device=self.device), source)
@@ -297,7 +281,6 @@ class CausalScorer(OnMemory):
 
     @property
     def draft_graphs(self) -> DraftGraphs | None:
-        """The graphs that draft; None before `make_draft_graphs` is called."""
         return self._chains.draft_graphs if self._chains else None
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:

@@ -83,7 +83,6 @@ class RowBias:
         self.table: Tensor | None = None  # (distances from 0 on, heads)
 
     def __call__(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Tensor:
-        """Return the bias (rows or 1, heads, query_length, key_length)."""
         if self.where.back is None:
             return self.shared(self.attention, query_length, key_length, device, past_seen_tokens)
         far = self.attention.relative_attention_max_distance
@@ -155,12 +154,10 @@ class SourceDecoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device that takes the tokens."""
         return input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type of the weights."""
         return self.model.dtype
 
     def forward(
@@ -201,7 +198,6 @@ class SourceDecoder(nn.Module):
         ).logits
 
     def _encode(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the encoder's states (rows, longest, width)."""
         encoder = self.model.get_encoder()
         if mask is None:
             return encoder(inputs).last_hidden_state
@@ -246,12 +242,10 @@ class Sources:
         self._rows.advance([len(source) if isinstance(source, tuple) else longest for source in cut_sources])
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append rows with the sources of these, without reading them again."""
         self._rows.fork(rows)
         self._known.clear()
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         self._rows.free(rows)
         self._known.clear()
 
@@ -263,7 +257,6 @@ class Sources:
         return replace(self._known[name], back=back)
 
     def _cross(self, part: slice) -> Cross:
-        """Make the inputs of cross-attention for these rows, with a mask over the padding of shorter sources."""
         self._rows.reserve(0, part.start, part.stop)
         beyond = torch.arange(self._rows.end)[None] >= torch.tensor(self._rows.lengths[part])[:, None]
         stores, dtype = self._rows.taking_part, self._decoder.dtype

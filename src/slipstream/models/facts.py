@@ -32,7 +32,6 @@ class ModelFacts:
 
     @staticmethod
     def of(model: PreTrainedModel, relative: bool = False) -> ModelFacts:
-        """Return the facts of a model; `relative` as above."""
         config = model.config.get_text_config()
         return ModelFacts(
             vocab=vocabulary_of(model),
@@ -45,7 +44,6 @@ class ModelFacts:
         )
 
     def within(self, window: int, sinks: int) -> ModelFacts:
-        """Return the facts of the model with the middle of a text hidden from its layers (see `Sight.within`)."""
         return replace(self, kinds={kind: sight.within(window, sinks) for kind, sight in self.kinds.items()})
 
     @property
@@ -55,7 +53,6 @@ class ModelFacts:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return the size of a model's logits."""
     head = model.get_output_embeddings()
     return int(getattr(head, "out_features", None) or model.config.get_text_config().vocab_size)
 

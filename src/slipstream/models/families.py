@@ -46,7 +46,6 @@ LONGEST_TRIAL = 2304
 
 
 def is_proven(model: PreTrainedModel) -> bool:
-    """Whether the contract tests cover the model: a proven class of transformers, not divided among ranks."""
     kind = type(model)
     return not is_sharded(model) and kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
 
@@ -55,9 +54,7 @@ class Probed(Scorer, Protocol):
     """A Scorer that can also run its model without our cache."""
 
     @property
-    def windows(self) -> set[int]:
-        """The numbers of tokens that layers with a limit may look back."""
-        ...
+    def windows(self) -> set[int]: ...
 
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """Return the logits (1, n, vocab) of one text by the model's own forward."""
@@ -77,7 +74,6 @@ def refuse_dependence_on_passes(config: Any, name: str) -> None:
 
 
 def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError in one sentence for models that are known not to work."""
     config = model.config.get_text_config()
     refuse_dependence_on_passes(config, name)
     types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -146,7 +142,6 @@ def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def trial_lengths(windows: set[int], context: int | None) -> list[int]:
-    """Return the lengths of texts for a trial: short ones, and around a model's windows, within its context."""
     crossed = sorted(window for window in windows if 1 < window <= LONGEST_TRIAL)
     lengths = [6, 12, 12, *(window + 1 for window in crossed), *(window + 9 for window in crossed[-1:])]
     return [min(length, context or length) for length in lengths]
@@ -209,6 +204,5 @@ def longrope_switch(config: Any) -> int | None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first line of an error's message, or its type without one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

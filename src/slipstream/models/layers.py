@@ -27,7 +27,6 @@ def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def spell(layers: Sequence[int]) -> str:
-    """Return layers as users write them: 4 for the first four, 0-2,5,9-11 for others."""
     kept = tuple(layers)
     if kept and kept == tuple(range(len(kept))):
         return str(len(kept))
@@ -44,7 +43,6 @@ MOST_LAYERS = 100_000  # a greater number is a slip, and would take memory to li
 
 
 def read_layers(text: str) -> int | tuple[int, ...]:
-    """Read layers, the inverse of `spell`. Raises ValueError for anything else."""
     try:
         if text.isdecimal():
             return int(text)
@@ -101,7 +99,6 @@ def _attends(layers: nn.ModuleList) -> bool:
 
 
 def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
-    """Return the model without the other layers. Modules above the list are copied, everything else is shared."""
     path, layers = find_layers(model, name)
     config = _config_of(model.config, kept)
     top = parent = _twin(model, config, name)
@@ -135,7 +132,6 @@ def _text_config(model: Any) -> Any:
 
 
 def _config_of(config: Any, kept: Sequence[int]) -> Any:
-    """Return the text configuration with only the kept layers."""
     text = copy.deepcopy(config.get_text_config())
     for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
         if isinstance(values := getattr(text, entry, None), list):

@@ -46,7 +46,6 @@ class ScorerCall:
     arguments: tuple[Any, ...]
 
     def on(self, part: ModelShard) -> Any:
-        """Call the method on a part -> its result."""
         return getattr(part, self.method)(*self.arguments)
 
 
@@ -60,7 +59,6 @@ class Build:
     options: dict[str, Any]
 
     def part(self, ranks: Ranks) -> ModelShard:
-        """Load this rank's part of the model. Raises ValueError if that fails."""
         with ranks.working():
             model = load_sharded(self.source, self.dtype, self.plan, ranks.size, **self.options)
             return ModelShard(
@@ -117,11 +115,9 @@ class ModelShard:
         self.recall, self.remember = self.store.recall, self.store.remember
 
     def __getattr__(self, name: str) -> Any:
-        """Return the Scorer's own attribute, for all other methods."""
         return getattr(self.scorer, name)
 
     def extend(self, tokens: list[list[int]], counts: Sequence[int], first: int, tree: Tree | None) -> Tensor:
-        """Feed tokens to rows, as `Scorer.extend`, with lists for tokens."""
         return self.scorer.extend(torch.tensor(tokens, device=self.scorer.device), counts, first, tree)
 
     def use_prefixes(self, limit: int | None, block: int) -> None:
@@ -133,7 +129,6 @@ class ModelShard:
 
 
 def _own(argument: Any) -> Any:
-    """Return an argument with lists of its own, since it is sent later, when others may have changed."""
     return [*map(_own, argument)] if isinstance(argument, Sequence) and not isinstance(argument, str) else argument
 
 
@@ -161,12 +156,10 @@ class LeadingScorer:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the model is divided among."""
         return self._ranks.size
 
     @property
     def source_form(self) -> SourceForm | None:
-        """The form of the sources that the encoder reads; None for a model without an encoder."""
         return self._part.scorer.source_form
 
     @property
@@ -176,7 +169,6 @@ class LeadingScorer:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
         return self._part.scorer.lengths
 
     @property
@@ -185,7 +177,6 @@ class LeadingScorer:
         return self._part.scorer.bytes_per_token
 
     def check(self) -> None:
-        """Raise RankLost if the ranks cannot go on."""
         self._ranks.check()
 
     def call_on_loss(self, function: Callable[[], object]) -> None:
@@ -193,21 +184,17 @@ class LeadingScorer:
         self._ranks.on_loss = function
 
     def sharing_rows(self, model: Any, name: str) -> Any:
-        """Raise ValueError: layers of the target run on all ranks or not at all."""
         raise ValueError(f"{self.name} lies on {self.ranks} ranks, so no part of it can run for a draft on one.")
 
     # ---- calls with a pass ------------------------------------------------------------------------------------------
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows; an encoder reads the source of each."""
         (self._together if self.source_form else self._later)("add", rows, list(sources))
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed tokens (rows, n), of which `counts[r]` are real, to the rows first .. first + rows -> logits."""
         return self._together("extend", tokens.tolist(), list(counts), first, tree)
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts, one to each of the rows from `first` on, after their cached tokens."""
         self._together("prefill", [list(text) for text in texts], first)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:

@@ -29,14 +29,12 @@ class Memory:
     """
 
     def __init__(self, decoder: SourceDecoder | None = None) -> None:
-        """Make an empty memory; `decoder` is None for a model without an encoder."""
         self._decoder = decoder
         self._prefixes: PrefixCache | None = None
         self._owner = _Owner()
         self.clear()
 
     def clear(self, format: type[Store] = FloatStore) -> None:
-        """Drop all rows and their storage; that of new ones has this format."""
         self.texts = RowCache(format)
         self.media: list[Media | None] = []
         self.shifts: list[int] = []
@@ -55,14 +53,12 @@ class Memory:
         self._owner = _Owner()
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        """Fill an empty row with the longest stored prefix of a text -> the number of tokens in it."""
         if self._prefixes is None or not (blocks := self._prefixes.shelf(self._owner).longest(text, salt)):
             return 0
         self.texts.paste(row, blocks, self._prefixes.block)
         return self.texts.lengths[row]
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        """Store a text in the prefix cache, as far as the row holds it."""
         if self._prefixes is not None:
             covered = text[: self.texts.lengths[row]]
             self._prefixes.shelf(self._owner).store(
@@ -70,7 +66,6 @@ class Memory:
             )
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows; an encoder reads the source of each."""
         self.texts.add(rows)
         self.media += [None] * rows
         self.shifts += [0] * rows
@@ -78,7 +73,6 @@ class Memory:
             self.sources.add(rows, sources)
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, with their sources."""
         self.texts.fork(rows)
         self.media += [self.media[row] for row in rows]
         self.shifts += [self.shifts[row] for row in rows]
@@ -86,7 +80,6 @@ class Memory:
             self.sources.fork(rows)
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         self.texts.free(rows)
         freed = set(rows)
         self.media = [each for row, each in enumerate(self.media) if row not in freed]
@@ -102,35 +95,27 @@ class OnMemory:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
         return self._memory.texts.lengths
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows; an encoder reads the source of each."""
         self._memory.add(rows, sources)
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order, with their sources; a row may be named several times."""
         self._memory.fork(rows)
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         self._memory.free(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
         self._memory.texts.rollback(lengths)
 
     def scrub(self) -> None:
-        """Zero what rolled-back tokens left in the cache."""
         self._memory.texts.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the accepted tokens of a tree together."""
         self._memory.texts.keep(starts, paths)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the bytes of keys and values of texts of these lengths; 0 before the first pass."""
         return self._memory.texts.bytes_for(lengths)
 
 

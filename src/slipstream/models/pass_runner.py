@@ -50,7 +50,6 @@ class PassBuilder:
         return positions + torch.tensor(shifts, device=positions.device)[:, None]
 
     def _pass_masks(self, slots: Tensor, tree: Tree | None) -> PassMasks:
-        """Return the masks of a pass at slots (rows, n): of a tree, of a single token per row, or of chains."""
         texts = self._memory.texts
         if tree is not None:
             return PassMasks.tree(slots, texts.end, tree)
@@ -71,7 +70,6 @@ class DraftChains:
         return not self._context or max(lengths) + self._room(wish) <= self._context
 
     def draft(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft tokens (rows, gamma), with the law each was drawn from; None where graphs cannot do it."""
         texts, sources = self._memory.texts, self._memory.sources
         texts.reserve(self._room(wish), 0, len(wish.fed))
         cross = sources.cross(texts.part, None) if sources else None
@@ -82,7 +80,6 @@ class DraftChains:
         return drafted
 
     def _room(self, wish: Wish) -> int:
-        """Return the number of slots of each row that the graphs may write to."""
         return self.draft_graphs.most_fed + sum(self.draft_graphs.steps(wish))
 
 
@@ -100,7 +97,6 @@ class PassRunner:
         self.recorded: WeakSet[HiddenStates] = WeakSet()  # hidden states to record
 
     def logits(self, work: Pass) -> Tensor:
-        """Return the logits (rows, n, vocab) of a pass, in the model's dtype."""
         if (result := self._run(work)) is not None:
             return result.logits
         return self._eager(work.to(work.tokens.device), keep=0)
@@ -125,7 +121,6 @@ class PassRunner:
             yield ChainMap(*[watched.enter_context(states.watching()) for states in self.recorded])
 
     def feed(self, work: Pass) -> None:
-        """Run a pass that only fills the cache."""
         if self._run(work, logits=False) is None:
             self._eager(work, keep=NO_LOGITS)
 

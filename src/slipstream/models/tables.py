@@ -27,23 +27,18 @@ class TableScorer:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
         return [len(text) for text in self.texts]
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows."""
         self.texts += [[] for _ in range(rows)]
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows."""
         self.texts += [list(self.texts[row]) for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         self.texts = [text for place, text in enumerate(self.texts) if place not in set(rows)]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
         assert len(lengths) <= len(self.texts), "one length per row, of the first rows"
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=False)), "rollback only shortens"
         for text, length in zip(self.texts, lengths, strict=False):
@@ -66,12 +61,10 @@ class TableScorer:
         return logits
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move each tree's accepted tokens from starts[r] + paths[r][i] to starts[r] + i, in the first rows."""
         for text, start, path in zip(self.texts[: len(starts)], starts, paths, strict=True):
             text[start : start + len(path)] = [text[start + place] for place in path]
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts to the rows from `first` on, after their cached tokens, without logits."""
         for text, new in zip(self.texts[first : first + len(texts)], texts, strict=True):
             text.extend(new)
 

@@ -144,12 +144,10 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny_config(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
-    """Return a small configuration of a class; `changes` go to the text part."""
     return kind(**_small(kind, changes))
 
 
 def _small(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return small values for the settings that a configuration class has, and for those of its parts."""
     default = kind()
     default_values, known = default.to_dict(), {**SIZES, **SETTINGS}
     small = {

@@ -34,7 +34,6 @@ def export(plan: Plan, engine: str) -> str:
 
 
 def check_export(engine: str, target: str | None) -> None:
-    """Raise ValueError if no plan for this target can be written for that engine."""
     if engine not in ENGINES:
         raise ValueError(f"--export {engine} is not known: use {', '.join(ENGINES)}.")
     if target is None:

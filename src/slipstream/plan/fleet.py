@@ -93,16 +93,13 @@ class SimulatedReplica:
 
     @property
     def load(self) -> int:
-        """The number of requests that have not ended."""
         return len(self._running) + len(self._waiting) + (self._reading is not None)
 
     def add(self, fate: Fate) -> None:
-        """Queue a request that arrives at `now`."""
         self._waiting.append(fate)
         self._admit()
 
     def advance(self, time: float) -> None:
-        """Simulate the replica until this time."""
         while (event := self._next()) <= time and event < float("inf"):
             self._pass(event)
             if self._reading is not None:  # the prompt has been read, and the request's row starts
@@ -168,7 +165,6 @@ class Service:
         return price * self.replicas * self.seconds / 3600 / self.tokens * 1e6
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as a dictionary for JSON."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 

@@ -90,8 +90,6 @@ class LayerSearch:
         return self.best.layers if self.best else ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as a dictionary for JSON, with layers spelled as `--draft exit:LAYERS` takes them."""
-
         def shown(record: Trial | Finish) -> dict[str, Any]:
             return {**asdict(record), "layers": spell(record.layers)}
 
@@ -133,7 +131,6 @@ def search_exit(
 
 
 def first_layers(target: HasModel) -> list[Layers]:
-    """Return the exits after each layer but the last."""
     return [tuple(range(count)) for count in range(1, _count(target))]
 
 
@@ -227,8 +224,6 @@ def _seconds(stats: Stats) -> float:
 def _race(
     decoder: Decoder, requests: Sequence[Request], trials: Sequence[Trial], watch: Watch
 ) -> tuple[float, tuple[Finish, ...]]:
-    """Race the trials and plain decoding -> the speed of plain decoding, and the results of the trials."""
-
     def run(trial: Trial | None, lap: int) -> float:
         if trial is None:
             return pooled_stats(decoder, requests, None).tokens_per_second or 0.0

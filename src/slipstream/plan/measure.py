@@ -45,16 +45,13 @@ class Sweep:
     start: int = 0
 
     def init(self) -> int:
-        """Return the first state, a position in the cycle."""
         return self.start
 
     def gammas(self, state: int, rows: Sequence[Row]) -> list[int]:
-        """Return one draft length for all rows, by the state's position in the cycle."""
         third, rest = divmod(state, 3)
         return [1 + (2 * third + rest - 1) % self.most if rest else self.most] * len(rows)
 
     def update(self, state: int, round: Round) -> int:
-        """Return the next position in the cycle."""
         return state + 1
 
 
@@ -107,7 +104,6 @@ class Ledger:
 
     @property
     def tally(self) -> AcceptanceCounts:
-        """The counts as an immutable record."""
         counts = (tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
         return AcceptanceCounts(*counts, tuple(self.flow_tested), tuple(self.flow_kept))
 
@@ -147,7 +143,6 @@ class Record:
 
     @property
     def tallies(self) -> list[AcceptanceCounts]:
-        """The counts of every text that was decoded."""
         return [ledger.tally for ledger in self.ledgers if any(ledger.tested)]
 
 
@@ -216,7 +211,6 @@ def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most:
 
 
 def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int) -> Decoder:
-    """Return the decoder with another drafter, controller and batch size."""
     return replace(decoder, drafter=drafter, controller=controller, batch_size=rows)
 
 
@@ -237,17 +231,14 @@ class Speed:
 
     @property
     def per_second(self) -> float:
-        """The tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def per_call(self) -> float:
-        """The tokens per target call."""
         return self.tokens / self.calls
 
     @property
     def per_round(self) -> float:
-        """The seconds per round."""
         return self.seconds / self.rounds
 
 

@@ -94,7 +94,6 @@ class MeasuredComparison:
 
     @property
     def factor(self) -> float:
-        """The measured speed-up over plain decoding."""
         return median(self.factors)
 
     @property
@@ -108,7 +107,6 @@ class MeasuredComparison:
         return abs(self.difference) > TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as a dictionary for JSON."""
         return {**asdict(self), "factor": self.factor, "difference": self.difference, "off": self.off}
 
 
@@ -142,13 +140,11 @@ class PlanReport:
         return {rows: drafts[self.draft].gamma for rows, drafts in self.outlooks.items()}
 
     def plan(self, models: ModelOptions, vocab: int) -> Plan:
-        """Return the choice as a plan for the target, loaded as `models` say."""
         draft = self.draft if any(self.gammas.values()) else None
         models = replace(models, draft=draft, verify=self.environment["rule"], gamma=None)
         return Plan(models, self.gammas, vocab, self.settings.sampling.temperature, self.environment, self.figures())
 
     def figures(self) -> dict[str, Any]:
-        """Return all measured, predicted and verified figures as a dictionary for JSON."""
         settings = {**asdict(replace(self.settings, sampling=Sampling()))}
         settings["sampling"] = {"temperature": self.settings.sampling.temperature}
         outlooks = {
@@ -232,7 +228,6 @@ def verify(
 def _check(
     engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequence[int]], settings: PlanSettings
 ) -> None:
-    """Raise ValueError if there is no draft, too few prompts, or too little context for the planned texts."""
     if not drafters:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
     if len(texts) < (least := max(2, *settings.batches)):

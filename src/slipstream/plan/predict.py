@@ -154,7 +154,6 @@ class PlanCosts:
 
     @cached_property
     def step(self) -> float:
-        """The median seconds of a plain round."""
         return median(beat.seconds for beat in self.plain)
 
     @cached_property
@@ -180,11 +179,9 @@ class PlanCosts:
         return remote_round_cost(gamma, *times, ready, lambda rows: rest, self.draft(1))
 
     def target(self, gamma: int) -> float:
-        """Return the expected seconds of the target's pass in a round that asks for gamma tokens."""
         return self._expected(self.widths(gamma), "target")
 
     def draft(self, gamma: int) -> float:
-        """Return the expected seconds of drafting in a round that asks for gamma tokens."""
         return self._expected(self.widths(gamma), "draft")
 
     def widths(self, gamma: int) -> dict[int, float]:
@@ -269,12 +266,10 @@ class Outlook:
 
     @property
     def best(self) -> SpeedPrediction:
-        """The prediction of the gamma with the largest factor."""
         return max(self.predictions, key=lambda each: each.factor)
 
     @property
     def worth(self) -> bool:
-        """Whether speculation is recommended."""
         return self.best.low > 1
 
     @property
@@ -283,7 +278,6 @@ class Outlook:
         return self.best.gamma if self.worth else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures as a dictionary for JSON."""
         costs, milliseconds = self.costs, dict[str, Any]()
         for width, beats in {0: costs.plain, **costs.by_width}.items():
             phases = {name: spread([1000 * getattr(beat, name) for beat in beats]) for name in PHASES}
@@ -306,7 +300,6 @@ PHASES = ("draft", "target", "rest", "seconds")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median and quartiles of values."""
     if len(values) < 2:
         return dict.fromkeys(("median", "quartile_1", "quartile_3"), values[0] if values else 0.0)
     first, middle, third = quantiles(values, n=4, method="inclusive")
@@ -325,7 +318,6 @@ class Outline:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The gammas to predict."""
         return self.gammas or tuple(range(1, self.most + 1))
 
 

@@ -57,7 +57,6 @@ class Candidate:
 
     @property
     def gain(self) -> float:
-        """The mean of the speed-ups."""
         return sum(self.gains) / len(self.gains)
 
     @staticmethod
@@ -71,7 +70,6 @@ class Candidate:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the greatest speed-up; ties go to the smaller one."""
     return max(candidates, key=lambda one: (one.gain, -one.share))
 
 
@@ -148,7 +146,6 @@ CHOICE = "size.json"
 
 
 def save_choice(folder: Path, candidates: Sequence[Candidate], chosen: Candidate) -> None:
-    """Write the measured candidates and the chosen one to a training's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / CHOICE) as part:
         record = {"chosen": chosen.name, "candidates": [asdict(one) for one in candidates]}

@@ -71,7 +71,6 @@ def _copies(arrivals: Sequence[Arrival], load: float, chance: random.Random) -> 
 
 
 def _columns(header: Sequence[str]) -> dict[str, str]:
-    """Return the name that each column has in a trace. Raises ValueError if one is missing."""
     columns = {}
     for what, names in NAMES.items():
         name = next((name for name in names if name in header), None)
@@ -82,7 +81,6 @@ def _columns(header: Sequence[str]) -> dict[str, str]:
 
 
 def _arrival(line: Mapping[str, str], names: Mapping[str, str]) -> Arrival:
-    """Return the request in a line of a trace. Raises ValueError for an impossible one."""
     time, prompt, tokens = (line[names[what]] for what in ("time", "prompt", "tokens"))
     arrival = Arrival(_seconds(time), int(prompt), int(tokens))
     if arrival.prompt < 0 or arrival.tokens < 0:

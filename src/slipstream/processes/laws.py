@@ -47,11 +47,9 @@ class Discrete:
         return Discrete(torch.cat([self.probs, *(law.probs for law in others)]))
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """Draw states (rows,) by inverting the cumulative weights."""
         return inverse(self.probs.unsqueeze(1), numbers.uniforms(1).to(self.probs.device))[:, 0]
 
     def log_density(self, states: Tensor) -> Tensor:
-        """Return the logarithm of the probability of states (rows,) -> (rows,)."""
         return self._law.of(states.unsqueeze(1))[:, 0].log()
 
     def residual(self, q: Discrete, refused: Tensor, numbers: Numbers) -> Tensor:
@@ -98,7 +96,6 @@ class Gaussian:
         return Gaussian(self.mean[rows], self.scale)
 
     def join(self, others: Sequence[Gaussian]) -> Gaussian:
-        """Return these laws, then those of others. Raises ValueError if scales differ."""
         for law in others:
             _check_same(self, law)
         return Gaussian(torch.cat([self.mean, *(law.mean for law in others)]), self.scale)
@@ -135,7 +132,6 @@ class Gaussian:
         return rest / self.scale
 
     def _color(self, noise: Tensor) -> Tensor:
-        """Convert noise (rows, d) to states (rows, *state)."""
         factor = isinstance(self.scale, Tensor) and self.scale.ndim == 2
         return self.mean + (noise @ self.scale.T if factor else noise * self.scale).reshape(self.mean.shape)  # type: ignore[union-attr]
 
@@ -251,7 +247,6 @@ class Mixture:
         return Mixture(self.weights[rows], self.means[rows], self.scales[rows])
 
     def join(self, others: Sequence[Mixture]) -> Mixture:
-        """Return these laws, then those of others; laws with fewer components get more of weight zero."""
         laws = [self, *others]
         most = max(law.weights.shape[1] for law in laws)
         pad, wide = torch.nn.functional.pad, list[Mixture]()
@@ -262,14 +257,12 @@ class Mixture:
         return Mixture(*(torch.cat([getattr(law, name) for law in wide]) for name in ("weights", "means", "scales")))
 
     def sample(self, numbers: Numbers) -> Tensor:
-        """Draw states (rows, d): the component by inversion, then its noise."""
         choice = inverse(self.weights.unsqueeze(1), numbers.uniforms(1).to(self.weights.device))[:, 0]
         rows = torch.arange(self.rows, device=choice.device)
         noise = numbers.again(torch.zeros(self.rows)).normals(self.means.shape[2]).to(self.means)
         return self.means[rows, choice] + self.scales[rows, choice] * noise
 
     def log_density(self, states: Tensor) -> Tensor:
-        """Return the log density at states (rows, d) -> (rows,)."""
         away = (states.unsqueeze(1) - self.means) / self.scales
         each = -(away.square() / 2 + self.scales.log() + math.log(2 * math.pi) / 2).sum(-1)
         return torch.logsumexp(each + self.weights.log(), -1)

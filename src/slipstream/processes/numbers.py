@@ -36,7 +36,6 @@ class Numbers:
         return Numbers(streams)
 
     def select(self, rows: Tensor) -> Numbers:
-        """Return the numbers of these rows, in this order; a row may come more than once."""
         return Numbers(self.streams[rows.cpu().numpy()])
 
     def again(self, attempts: Tensor) -> Numbers:

@@ -261,7 +261,6 @@ class Distiller:
         return copy.deepcopy(self.student).eval().to(self._dtype)
 
     def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        """Return the loss on random rows, which depend on seed and step alone, so that resuming changes nothing."""
         settings, material = self.settings, self.material
         rng, device = np.random.default_rng([settings.seed, step]), self.student.device
         lessons = material.written if rng.random() < settings.written else material.read

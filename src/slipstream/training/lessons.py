@@ -85,11 +85,9 @@ class Lessons:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all rows, without padding."""
         return int(self._counts.sum())
 
     def pick(self, places: Sequence[int] | np.ndarray, device: torch.device) -> LessonBatch:
-        """Return the rows at some places, with the target's laws."""
         chosen = torch.as_tensor(np.asarray(places, dtype=np.int64))
         tokens = self.rows[chosen].to(device)
         real = self.real(chosen)

@@ -62,14 +62,12 @@ class Distilled:
     measured: tuple[Measurement, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dictionary for JSON."""
         last = self.measured[-1]
         gain = dict(zip(map(str, TEMPERATURES), last.gains, strict=True))
         alpha = dict(zip(map(str, TEMPERATURES), last.alpha, strict=True))
         return {"format": FORMAT, **asdict(self), "alpha": alpha, "speed_up": gain}
 
     def card(self, name: str) -> str:
-        """Return the text of the folder's README, where the draft is called `name`."""
         last = self.measured[-1]
         columns = zip(TEMPERATURES, last.alpha, last.kept, last.gammas, last.gains, strict=True)
         rows = [

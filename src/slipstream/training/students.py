@@ -68,7 +68,6 @@ def student_config(target: PreTrainedConfig, size: Size) -> PreTrainedConfig:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """Count the parameters of a model of this configuration, without allocating it. Raises ValueError if impossible."""
     try:
         with torch.device("meta"):
             return int(AutoModelForCausalLM.from_config(config).num_parameters())

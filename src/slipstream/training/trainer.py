@@ -101,13 +101,11 @@ class Checkpoint:
         self.file, self.settings = file, dict(settings or {})
 
     def save(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
-        """Write the state, whole or not at all."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         about = {"settings": json_text(self.settings), "progress": json_text(asdict(progress))}
         save_tensors(self.file, KIND, {name: one.detach().cpu().contiguous() for name, one in tensors.items()}, about)
 
     def load(self) -> tuple[dict[str, Tensor], Progress] | None:
-        """Read the state; None if there is no file. Raises ValueError if it is damaged or has other settings."""
         if not self.file.exists():
             return None
         tensors, about = load_tensors(self.file, KIND)
@@ -179,7 +177,6 @@ class Trainer:
         return [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def _step(self, loss_of: Loss, used: float) -> float:
-        """Take one step: gradient, clipping, learning rates, optimizers -> its loss. Raises `Diverged`."""
         began, weights = perf_counter(), [weight for _, weight in self._trained()]
         loss, tokens = loss_of(self.progress.steps, used)
         loss.backward(inputs=weights)  # other models in the loss get no gradient

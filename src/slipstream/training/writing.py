@@ -49,7 +49,6 @@ class WrittenTexts:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all texts, with their prompts."""
         return sum(map(len, self.texts))
 
     def write(

@@ -70,11 +70,9 @@ class HeadNetwork:
 
     @property
     def known(self) -> Tensor | None:
-        """See `execution.draft_graphs.Network`."""
         return self.head.targets
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor]:
-        """See `execution.draft_graphs.Network`."""
         assert states is not None
         if states.ndim == 4:
             states = self.head.combine(states.flatten(2))

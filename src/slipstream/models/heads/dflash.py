@@ -63,7 +63,6 @@ class DFlashScorer(OnMemory):
     context = None
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
-        """Record the target's hidden states. Raises ValueError if it returns none, or not those the network reads."""
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.name, self.vocab, self.device = name, target.vocab, target.device

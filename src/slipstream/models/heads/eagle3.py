@@ -105,7 +105,6 @@ class FirstLayer(nn.Module):
         self._norm_before_residual = settings.norm_before_residual
 
     def forward(self, embeds: Tensor, hidden: Tensor, **attention_inputs: Any) -> Tensor:
-        """Run the layer on embeddings and hidden states (rows, n, width) -> states (rows, n, width)."""
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         attended, _ = self.self_attn(
@@ -144,7 +143,6 @@ class Eagle3(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def combine(self, states: Tensor) -> Tensor:
-        """Combine the target's concatenated hidden states (rows, n, aux * target width) -> (rows, n, width)."""
         states = self.input_norm(states.to(self.fc.weight.dtype))
         if self.fc_norm:
             parts = states.chunk(len(self.fc_norm), -1)
@@ -152,7 +150,6 @@ class Eagle3(nn.Module):
         return self.fc(states)
 
     def forward(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
-        """Run on tokens (rows, n) and the states before them -> states (rows, n, width) that predict the next ones."""
         embeds = self.embed_tokens(tokens).to(hidden.dtype)
         attention_inputs = {
             "position_embeddings": self.rotary_emb(hidden, behind.positions),
@@ -165,11 +162,9 @@ class Eagle3(nn.Module):
         return self.norm(hidden) if self.settings.norm_output else hidden
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, n, vocabulary of the draft) of the next tokens."""
         return self.lm_head(hidden if self.settings.norm_output else self.norm(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, n, vocabulary of the target), -inf for tokens outside the draft's vocabulary."""
         own = self.own_logits(hidden)
         if own.shape[-1] == self.vocab:
             return own

@@ -92,7 +92,6 @@ class HiddenStates:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of every row whose states are stored."""
         return self.memory.texts.lengths
 
     def of(self, tokens: Tensor) -> Tensor:
@@ -121,22 +120,18 @@ class Records:
         return states
 
     def add(self, rows: int) -> None:
-        """Append empty rows."""
         for states in self._kept:
             states.memory.add(rows)
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order."""
         for states in self._kept:
             states.memory.fork(rows)
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         for states in self._kept:
             states.memory.free(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows."""
         for states in self._kept:
             states.memory.texts.rollback(lengths)
 

@@ -56,11 +56,9 @@ class MtpHeads:
         self._windows = [window if kind == WINDOWED else None for kind in kinds]
 
     def combine(self, states: Tensor) -> Tensor:
-        """Return the target's states unchanged, in the dtype of the heads."""
         return states.to(self._dtype)
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
-        """Run layer `step` on tokens (rows, n) and the states before them -> states (rows, n, width)."""
         net = self.network
         embeds = net.embed_tokens(tokens).to(hidden.dtype)
         options = {"layer_type": self._kinds[step]} if net.has_per_layer_rope else {}
@@ -78,7 +76,6 @@ class MtpHeads:
         return net.shared_post_norm(made) if net.use_shared_post_norm else made
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, n, vocabulary), by the model's own head."""
         return self.network._project_to_logits(hidden)
 
     own_logits = logits
@@ -138,7 +135,6 @@ class _Described:
 
 
 def _numbers(names: Sequence[str], pattern: str, least: int = 0) -> set[int]:
-    """Return the numbers, of at least `least`, that a pattern finds in names."""
     matches = (re.match(pattern, name) for name in names)
     return {number for match in matches if match and (number := int(match[1])) >= least}
 

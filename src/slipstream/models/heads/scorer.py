@@ -36,9 +36,7 @@ class Head(Protocol):
     """
 
     @property
-    def depth(self) -> int:
-        """The number of its layers."""
-        ...
+    def depth(self) -> int: ...
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -46,9 +44,7 @@ class Head(Protocol):
         ...
 
     @property
-    def vocab(self) -> int:
-        """The size of the target's logits."""
-        ...
+    def vocab(self) -> int: ...
 
     def combine(self, states: Tensor) -> Tensor:
         """Combine the target's states (rows, n, width of all places) -> the network's input (rows, n, width)."""
@@ -77,9 +73,7 @@ class RecordsStates(Protocol):
     """A target that can record its hidden states for drafts."""
 
     @property
-    def device(self) -> torch.device:
-        """The device that takes the tokens."""
-        ...
+    def device(self) -> torch.device: ...
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places of every token, as long as the result lives."""
@@ -109,7 +103,6 @@ class HeadScorer(OnMemory):
     context = None
 
     def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
-        """Record the target's states for a head. Raises ValueError if the target cannot return those it reads."""
         self.name, self.head, self.vocab, self.device = name, head, head.vocab, target.device
         self._states = target.record(head.places)
         self._memory = Memory()
@@ -122,17 +115,14 @@ class HeadScorer(OnMemory):
     # ---- rows ----
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows."""
         super().add(rows)
         self._sure += [0] * rows
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order; a row may be named several times."""
         super().fork(rows)
         self._sure += [self._sure[row] for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         freed = set(rows)
         super().free(rows)
         self._sure = [sure for row, sure in enumerate(self._sure) if row not in freed]

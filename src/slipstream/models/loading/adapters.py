@@ -53,7 +53,6 @@ def base_of(source: str | Path) -> str | None:
 
 @cache
 def _is_adapter(name: str) -> bool:
-    """Whether a hub name has an adapter and no model."""
     try:
         return read_record(name, "config.json") is None and read_record(name, ADAPTER) is not None
     except (ValueError, OSError):  # no hub name, or one that the hub does not have: it fails when it is loaded
@@ -126,7 +125,6 @@ def merged(source: Any) -> Any:
 
 
 def _refuse_others(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for adapters that no weights can hold."""
     if (kind := settings.get("peft_type")) != LORA:
         kind = getattr(kind, "value", kind)
         raise ValueError(f"the adapter {name!r} is of the kind {kind}, and only {LORA} can be merged into weights.")

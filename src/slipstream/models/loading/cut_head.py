@@ -39,12 +39,10 @@ class CutHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (n, width) of the kept tokens."""
         weight: Tensor = self.known.weight
         return weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits (..., vocab) of all tokens, -inf for those that were cut."""
         logits = self.known(hidden)
         if self.cap is not None:
             logits = self.cap * torch.tanh(logits / self.cap)

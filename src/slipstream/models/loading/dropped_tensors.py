@@ -47,7 +47,6 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str,
 
 @contextmanager
 def _opened(source: str | Path, name: str) -> Iterator[Any]:
-    """Open a file of tensors. Raises ValueError if there is none, or it is damaged."""
     file = _file(source, name)
     if file is None:
         raise ValueError(f"{str(source)!r} has no {name}: its weights are read in safetensors only.")
@@ -59,7 +58,6 @@ def _opened(source: str | Path, name: str) -> Iterator[Any]:
 
 
 def _file(source: str | Path, name: str) -> Path | None:
-    """Return the path of a file of a checkpoint; None if there is none."""
     if Path(source).is_dir():
         file = Path(source) / name
         return file if file.is_file() else None

@@ -43,7 +43,6 @@ def encoder_dtype(model: PreTrainedModel) -> torch.dtype | None:
 
 
 def _fault(model: PreTrainedModel) -> str | None:
-    """Say in half a sentence why a model's encoder cannot have a dtype of its own; None if it can."""
     if not model.config.is_encoder_decoder:
         return f"{type(model).__name__} is no encoder-decoder"
     if getattr(model, "hf_quantizer", None) or any(isinstance(layer, PackedLinear) for layer in model.modules()):
@@ -65,8 +64,6 @@ def _converting_inputs(dtype: torch.dtype) -> Any:
 
 
 def _converting_states(dtype: torch.dtype) -> Any:
-    """Return a hook that converts the last states of an encoder to `dtype`."""
-
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (output[0].to(dtype), *output[1:])

@@ -62,7 +62,6 @@ def refuse_missing(source: str | Path) -> None:
 
 
 def _missing(path: Path) -> str | None:
-    """Return why no model can be loaded from a path, as a part of a sentence; None if nothing is missing."""
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return "the folder may not be read: change its permissions"
     if path.is_file():
@@ -116,7 +115,6 @@ def refuse_unknown_quantization(source: str | Path, config: Any) -> None:
 
 
 def model_fault(source: str | Path, error: Exception) -> str:
-    """Return the reason why transformers could not load a model, without a full stop."""
     if "trust_remote_code" in str(error):
         return OWN_CODE
     if fault := _forbidden(source) or damaged_record(source, MODEL_RECORDS):
@@ -155,7 +153,6 @@ def refuse_missing_weights(source: str | Path, missing: set[str] | list[str]) ->
 
 
 def tokenizer_fault(source: str | Path, error: Exception) -> str:
-    """Return the reason why transformers could not load a tokenizer, without a full stop."""
     if "trust_remote_code" in str(error):
         return OWN_CODE
     if Path(source).is_dir() and not has_tokenizer(source):
@@ -164,12 +161,10 @@ def tokenizer_fault(source: str | Path, error: Exception) -> str:
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Whether any file of a tokenizer is stored with a model, damaged or not."""
     return any(_found(source, name) for name in TOKENIZER_FILES)
 
 
 def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
-    """Return what is wrong with the first of these files that holds no JSON object; None if all do or are missing."""
     for name in names:
         path = _found(source, name)
         if path and (fault := _no_object(path)):
@@ -185,7 +180,6 @@ def _forbidden(source: str | Path) -> str | None:
 
 
 def _no_object(path: Path) -> str | None:
-    """Return what is wrong with a file that should hold a JSON object; None if it holds one."""
     try:
         return None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
     except UnicodeDecodeError:
@@ -197,7 +191,6 @@ def _no_object(path: Path) -> str | None:
 
 
 def _found(source: str | Path, name: str) -> Path | None:
-    """Return the path of a file in a folder, or of a hub's model if it was downloaded; None if there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None

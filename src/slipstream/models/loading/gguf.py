@@ -41,7 +41,6 @@ class BlockFormat:
     powers: bool = False
 
     def panels(self, rows: int, width: int, stretch: Stretch) -> QuantizedPanels:
-        """Return room for a weight (rows, width)."""
         panels, blocks, groups = -(-rows // PANEL), width // self.inputs, width // self.group
         codes = stretch.room((panels, width * self.bits // 8 // QUAD, PANEL, QUAD), torch.uint8)
         kind = torch.bfloat16 if self.powers else torch.float16
@@ -99,7 +98,6 @@ class GgufWeights:
 
     @staticmethod
     def of(file: GgufFile, skeleton: Any) -> GgufWeights:
-        """Return an empty record for a file. Raises NotImplementedError if its architecture's names are not known."""
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=skeleton.config.to_dict())
         return GgufWeights(file, skeleton, processor, _names(file, skeleton, processor))
 
@@ -119,7 +117,6 @@ class GgufWeights:
         self.file.forget_pages()
 
     def missing(self) -> set[str]:
-        """Return the weights of the model that the file does not have."""
         loaded = {*self.tensors, *(f"{name}.weight" for name in self.stored)}
         tied = set(getattr(self.skeleton, "all_tied_weights_keys", None) or ())
         return {name for name, _ in self.skeleton.named_parameters()} - loaded - tied
@@ -147,7 +144,6 @@ class GgufWeights:
         return order if torch.equal(order.sort().values, torch.arange(len(rows))) else None
 
     def _take_numbers(self, tensor: Stored) -> None:
-        """Add a tensor of the file as plain numbers, under the name and in the order of transformers."""
         weights = dequantized(tensor)
         processed = self.processor.process(weights=weights.numpy(), name=tensor.name, **self._processor_arguments())
         if processed.name in self.names:
@@ -187,7 +183,6 @@ def _names(file: GgufFile, skeleton: Any, processor: Any) -> dict[str, str]:
 
 
 def unpacked(tensor: Stored, stretch: Stretch, order: Tensor | None = None) -> QuantizedPanels:
-    """Return the panels of a tensor in one of `FORMATS`, its rows in an `order`, in a stretch of memory."""
     rows = tensor.data.shape[0]
     panels = FORMATS[tensor.format].panels(rows, tensor.shape[-1], stretch)
     torch.ops.slipstream.unpack_blocks(tensor.data, tensor.format, order, *panels)
@@ -217,7 +212,6 @@ def dequantized(tensor: Stored) -> Tensor:
 
 
 def format_name(number: int) -> str:
-    """Return llama.cpp's name of a format."""
     from gguf import GGMLQuantizationType
 
     return str(GGMLQuantizationType(number).name)

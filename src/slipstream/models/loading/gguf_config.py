@@ -42,7 +42,6 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
-    """Return the configuration of a model. Raises ValueError, whose message is only the fault, for unknown families."""
     name, place = file.architecture, file.path
     if name in OTHERS:
         config = AutoConfig.from_pretrained(place.parent, gguf_file=place.name)
@@ -110,7 +109,6 @@ def _rotation(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3(factors: Tensor, base: float) -> dict[str, Any]:
-    """Return the settings of Llama 3 that give these factors. Raises ValueError if none do."""
     most, count = float(factors.max()), len(factors)
     turns = LLAMA3["original_max_position_embeddings"] / (2 * math.pi * base ** (torch.arange(count) / count))
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
@@ -138,7 +136,6 @@ def generation_config_of(file: GgufFile) -> GenerationConfig:
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a model. Raises ValueError, whose message is only the fault, if the file has none."""
     parts = {
         part: {
             name: file.metadata[f"tokenizer.{key}"]

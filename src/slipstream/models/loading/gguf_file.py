@@ -49,7 +49,6 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The family of the model, by llama.cpp's name for it."""
         return str(self.metadata["general.architecture"])
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -77,7 +76,6 @@ def _read(path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
 
 
 def _paths(path: Path) -> list[Path]:
-    """Return the paths of all parts of a model. Raises ValueError if one is missing."""
     found = PART.search(path.name)
     if not found:
         return [path]
@@ -89,7 +87,6 @@ def _paths(path: Path) -> list[Path]:
 
 
 def _part(path: Path) -> GgufFile:
-    """Read one file. Raises ValueError, whose message is only the fault, if it is damaged or of an unknown kind."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError("it does not begin as GGUF files do: it is another kind of file, or damaged")
@@ -132,19 +129,16 @@ class _Reader:
         self.data, self.position = data, position
 
     def number(self, kind: str) -> Any:
-        """Return the next number, of a kind of `struct`."""
         (found,) = self.numbers(kind, 1)
         return found
 
     def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
-        """Return the next `count` numbers of a kind."""
         form = struct.Struct(f"<{count}{kind}")
         found = form.unpack_from(self.data, self.position)
         self.position += form.size
         return found
 
     def text(self) -> str:
-        """Return the next text."""
         start = self.position + LENGTH.size  # without `number`, for vocabularies have 100,000 texts
         self.position = start + LENGTH.unpack_from(self.data, self.position)[0]
         if self.position > len(self.data):

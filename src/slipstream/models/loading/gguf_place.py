@@ -41,7 +41,6 @@ def _begins(name: str) -> bool:
 
 
 def _only(source: str | Path, paths: list[Path]) -> Path | None:
-    """Return the path, None if there is none. Raises ValueError if there are several."""
     if len(paths) > 1:
         names = ", ".join(each.name for each in paths)
         raise ValueError(
@@ -72,7 +71,6 @@ def _of_hub(source: str | Path, repo: str, wanted: str) -> Path:
 
 
 def _names(source: str | Path, repo: str) -> list[str]:
-    """Return the names of the files of a repository, of those that were downloaded if the hub cannot be reached."""
     try:
         return HfApi().list_repo_files(repo)
     except (OfflineModeIsEnabled, OSError) as error:

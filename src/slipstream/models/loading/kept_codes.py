@@ -179,7 +179,6 @@ def find(file: Path, layers: Sequence[str]) -> dict[str, Tensor] | None:
 
 
 def keep(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of codes, and delete the least recently used ones beyond MOST_FILES."""
     with suppress(OSError):  # for example a full disk: the codes still serve this process
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(file, KIND, tensors, {"key": file.stem})
@@ -192,5 +191,4 @@ def _packed(codes: Codes) -> Tensor:
 
 
 def _unpacked(stored: Tensor, precision: Precision) -> Tensor:
-    """Return the codes that were stored, the inverse of `_packed`."""
     return stored if precision.bits == 8 else torch.stack((stored & 15, stored >> 4), -1).flatten(1)

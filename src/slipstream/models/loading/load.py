@@ -162,7 +162,6 @@ def load_scorer(
 
 
 def scorer_of(model: PreTrainedModel, name: str, mode: Mode = EAGER, packs: bool = False) -> AnyScorer:
-    """Return a model's Scorer, which rolls back by a length if possible, else by states; `packs` packs its weights."""
     try:
         return _causal(model, name, mode, packs)
     except (ValueError, AttributeError, KeyError, TypeError):  # a family that lacks attributes which others have
@@ -170,7 +169,6 @@ def scorer_of(model: PreTrainedModel, name: str, mode: Mode = EAGER, packs: bool
 
 
 def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> CausalScorer:
-    """Return the Scorer of a model that rolls back by a length, with packed weights if `packs`."""
     refuse_unsupported(model, name)
     if packs:
         model = packed_twin(model, name)
@@ -181,7 +179,6 @@ def _causal(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Causa
 
 
 def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> StateScorer:
-    """Return the Scorer of a model with states, with packed weights if `packs`. ValueError if that is inexact too."""
     if mode.kv_dtype:
         raise ValueError(f"{name} keeps a state per row, which has no form in {mode.kv_dtype}: leave kv_dtype out.")
     try:
@@ -197,7 +194,6 @@ def _stateful(model: PreTrainedModel, name: str, mode: Mode, packs: bool) -> Sta
 
 
 def _kind(origin: Origin) -> Any:
-    """Return transformers' auto class for a model. Raises ValueError in one sentence if it cannot generate text."""
     try:
         config = origin.config()
     except Exception as error:  # of any type, depending on the contents of the file
@@ -231,7 +227,6 @@ def _sees_images(config: Any) -> bool:
 
 
 def cannot_load(origin: Origin, error: Exception) -> ValueError:
-    """Return the error, in one sentence, for a model that raised `error` while it was loaded."""
     fault = f"{model_fault(origin.file, error)}{proposal(origin.source)}."
     return ValueError(f"cannot load the model {str(origin.source)!r}: {fault.replace('?.', '?')}")
 
@@ -260,7 +255,6 @@ def load_tokenizer(
 def find_tokenizer(
     source: str | Path | PreTrainedModel, trust_remote_code: bool = False, adapter: str | Path | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer stored with a model; None if there is none. Raises ValueError for a damaged one."""
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
     try:
         return load_tokenizer(source, trust_remote_code, adapter)
@@ -280,7 +274,6 @@ def vocabulary(source: str | Path) -> int:
 
 
 def _dtype(option: str, dtype: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of an option's value, which may be a name. Raises ValueError for an unknown one."""
     if isinstance(dtype, torch.dtype):
         return dtype
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -46,13 +46,11 @@ class Origin:
 
     @property
     def gguf(self) -> Path | None:
-        """The .gguf file; None if the model is stored otherwise."""
         name = self.options.get("gguf_file")
         return Path(self.place) / name if name else None
 
     @property
     def file(self) -> str | Path:
-        """The .gguf file, or else the place."""
         return self.gguf or self.place
 
     def config(self) -> PreTrainedConfig:

@@ -49,7 +49,6 @@ def pairing_of(target: Any) -> Pairing | None:
 
 
 def located(source: Any) -> Any:
-    """Return where a target with a name of its own is found; any other source as it is."""
     pairing = pairing_of(source)
     return (pairing.file or pairing.place) if pairing else source
 
@@ -60,6 +59,5 @@ def chat_target() -> str | None:
 
 
 def draft_of(target: Any, draft: Any = None) -> Any:
-    """Return the draft that is asked for, else the one that is declared for the target; None if there is none."""
     pairing = pairing_of(target)
     return pairing.draft if draft is None and pairing else draft

@@ -153,7 +153,6 @@ def compute_dtype(config: Any, dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLinear:
-    """Read a quantized layer, and remove its tensors from `tensors`. Raises ValueError if they do not fit."""
     taken = {part: tensors.pop(f"{name}.{part}") for part in form.names if f"{name}.{part}" in tensors}
     try:
         return form.read(taken, form.bits)

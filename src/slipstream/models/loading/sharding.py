@@ -99,7 +99,6 @@ def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:
 
 
 def _without_plan(source: str | Path, error: ValueError) -> ValueError:
-    """Return an error with advice for a model that transformers cannot divide; any other error as it is."""
     if "has no `tp_plan`" not in str(error):
         return error
     return ValueError(

@@ -43,7 +43,6 @@ class TakesNoVideos:
     """A mixin for a processor class that makes its type check accept `NoVideos` as the video part."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        """Return the class that a processor's part has to be of. Raises TypeError for a part of another class."""
         if argument_name == VIDEOS:
             return NoVideos
         return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
@@ -171,7 +170,6 @@ class MediaProcessor:
 
     @staticmethod
     def of(model: Any) -> MediaProcessor:
-        """Return the processor that is stored with a model. Raises ValueError if it has none."""
         try:
             processor = load_processor(model.config.name_or_path)
         except Exception as error:  # of any type, depending on the files and on what is installed
@@ -183,7 +181,6 @@ class MediaProcessor:
 
     @staticmethod
     def with_processor(processor: Any, model: Any) -> MediaProcessor:
-        """Return a `MediaProcessor` that uses a given processor of transformers."""
         parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _sound_part(processor)}
         placeholders = {
             each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
@@ -194,11 +191,9 @@ class MediaProcessor:
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """The kinds of media that can be read besides text."""
         return frozenset(self.placeholders)
 
     def without(self, modality: Modality) -> MediaProcessor:
-        """Return a copy that does not read this kind of media."""
         left = {each: token for each, token in self.placeholders.items() if each is not modality}
         return MediaProcessor(self.processor, self.config, left)
 
@@ -209,7 +204,6 @@ class MediaProcessor:
 
     @property
     def chats(self) -> bool:
-        """Whether the processor has a chat template."""
         return bool(getattr(self.processor, "chat_template", None))
 
     def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any]) -> TokensAndMedia:
@@ -234,7 +228,6 @@ class MediaProcessor:
         return self._read(self.processor(text=[text], return_tensors="pt", **inputs))
 
     def _placed(self, text: str, modality: Modality, count: int) -> str:
-        """Return the text with as many placeholders as there are media. Raises ValueError if it has another number."""
         mark = getattr(self.processor, PLACEHOLDERS[modality], None)
         if not count or not mark:
             return text
@@ -266,5 +259,4 @@ class MediaProcessor:
 
 
 def _sound_part(processor: Any) -> Any:
-    """Return the part of a processor that reads sound; None if it has none."""
     return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)

@@ -24,7 +24,6 @@ class SpeechInput:
 
     @staticmethod
     def of(model: Any) -> SpeechInput:
-        """Make it for a model of transformers. Raises ValueError if the model has no feature extractor."""
         try:
             extractor = AutoFeatureExtractor.from_pretrained(model.config.name_or_path)
         except Exception as error:  # of any kind, depending on the files
@@ -46,12 +45,10 @@ class SpeechInput:
 
     @property
     def seconds(self) -> int:
-        """The length of the sound that the encoder reads at once, in seconds."""
         return round(self.extractor.n_samples / self.rate)
 
     @property
     def stamps(self) -> Stamps:
-        """The tokens that stand for times. Raises ValueError for a model without them."""
         silent = getattr(self.settings, "no_timestamps_token_id", None)
         if silent is None:
             raise OptionError(

@@ -33,7 +33,6 @@ PROVEN = {
 
 
 def proven_modalities(model: Any) -> frozenset[Modality]:
-    """Return the kinds of media that a model reads without a trial."""
     return frozenset(each for each, names in PROVEN.items() if type(model).__name__ in names)
 
 
@@ -57,7 +56,6 @@ def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> Non
 
 @torch.inference_mode()
 def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[float, float]:
-    """Return the difference of the last two tokens' logits in standard deviations, and the largest that is allowed."""
     prompt, media = processor.text("one two three", {modality: [EXAMPLES[modality](processor)]})
     if media is None:
         raise ValueError("its processor makes nothing of it")

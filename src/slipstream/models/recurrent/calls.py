@@ -30,9 +30,7 @@ class Calls(Protocol):
     """Whether rows can share a pass; those of an encoder-decoder cannot, since each has a source of its own."""
 
     @property
-    def form(self) -> SourceForm | None:
-        """The form of the sources that the encoder reads; None for a model without an encoder."""
-        ...
+    def form(self) -> SourceForm | None: ...
 
     def read(self, source: Source | None) -> Any:
         """Return the decoder's inputs for a source; None for a model without an encoder."""
@@ -113,11 +111,9 @@ class CausalCalls:
         return self._continue(input_ids=tokens, cache=state, use_cache=True, **known)
 
     def state(self, out: Any) -> Any:
-        """Return the state in an output of the model; None if it has none."""
         return state_in(out)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        """Return the logits (1, n, vocab) of one text, without a state."""
         return logits_alone(self.model, text)
 
 
@@ -136,7 +132,6 @@ class SourceCalls:
         self.form = source_form(model)
 
     def read(self, source: Source | None) -> dict[str, Any]:
-        """Run the encoder on a source, and return its output and mask as inputs of the decoder. ValueError for None."""
         if source is None:
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
         cut_source, encoder = self.form.cut(source), self.model.get_encoder()
@@ -150,10 +145,8 @@ class SourceCalls:
         return self._call(decoder_input_ids=tokens, cache=state, use_cache=True, **extra_inputs)
 
     def state(self, out: Any) -> Any:
-        """Return the decoder's state in an output; None if it has none."""
         return state_in(out)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        """Return the logits (1, n, vocab) of one text, without a state."""
         tokens = torch.tensor([text], device=input_device(self.model))
         return self.model(decoder_input_ids=tokens, use_cache=False, **self.read(source)).logits

@@ -81,11 +81,9 @@ class GatedDeltaRule:
         )
 
     def read(self) -> Read:
-        """See `Recurrence`."""
         return self.keys, self.values, self.decays, self.strengths
 
     def state_after(self, row: int, count: int) -> Tensor:
-        """See `Recurrence`."""
         start = self.start[row : row + 1]
         keys, values, decays, strengths = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
@@ -136,7 +134,6 @@ class StateSpace:
         return StateSpace(arguments["initial_states"], inputs, steps, arguments["A"].float() * steps, into)
 
     def read(self) -> Read:
-        """See `Recurrence`."""
         return self.inputs, self.steps, self.decays, self.into
 
     def outputs(self, arguments: Mapping[str, Any]) -> Tensor:
@@ -145,7 +142,6 @@ class StateSpace:
         return state_space(*self.read(), arguments["C"].float(), None if skip is None else skip.float(), self.start)
 
     def state_after(self, row: int, count: int) -> Tensor:
-        """See `Recurrence`."""
         start = self.start[row : row + 1]
         inputs, steps, decays, into = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
@@ -191,7 +187,6 @@ def _gated_delta_rule(function: Callable[..., Any], arguments: dict[str, Any]) -
 
 
 def _state_space(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Compute and record Mamba-2 over several tokens; it returns what `_gated_delta_rule` does."""
     space = StateSpace.of(arguments)
     record(space)
     if by_kernel(space.start, space.inputs.shape[1]):

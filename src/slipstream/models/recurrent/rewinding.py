@@ -70,7 +70,6 @@ def _has_parts(thing: Any) -> bool:
 
 
 def size(state: Any) -> int:
-    """Return the number of bytes of a state's tensors."""
     return sum(tensor.nbytes for tensor in _tensors(state))
 
 
@@ -161,12 +160,10 @@ class Within:
 
     @cached_property
     def state(self) -> Any:
-        """See `RowState`."""
         with torch.inference_mode():
             return self.rewind.state_after(self.row, self.count)
 
     def shortened(self, tokens: int) -> Within | None:
-        """See `RowState`."""
         return Within(self.rewind, self.row, self.count - tokens) if tokens < self.count else None
 
 
@@ -183,7 +180,6 @@ def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> 
     ends = dict[Place, Tensor]()
 
     def keep(new: Tensor | None, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor | None:
-        """Store the new state in `ends`, where transformers would overwrite the old one, which has to stay."""
         if new is not None:
             ends[layer_idx, state_idx] = new
         return new

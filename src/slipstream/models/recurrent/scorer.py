@@ -89,21 +89,17 @@ class StateScorer:
 
     @property
     def source_form(self) -> SourceForm | None:
-        """The form of the sources that the encoder reads; None for a model without an encoder."""
         return self._calls.form
 
     @property
     def modalities(self) -> frozenset[Modality]:
-        """The kinds of input besides text that the model can read."""
         return modalities_of(self.model)
 
     @property
     def windows(self) -> set[int]:
-        """The numbers of tokens that layers with a limit may look back."""
         return windows_of(self.model.config.get_text_config())
 
     def _find_way(self) -> Way:
-        """Return the first way in which the model is exact. Raises ValueError if there is none."""
         self._refuse_stateless()
         faults = []
         for self.way in WAYS:
@@ -122,7 +118,6 @@ class StateScorer:
 
     @torch.inference_mode()
     def _refuse_stateless(self) -> None:
-        """Raise ValueError for a model that cannot be called with tokens alone, or returns no state."""
         try:
             extra_inputs = self._calls.read(self.source_form.example(2) if self.source_form else None)
             out = self._calls(torch.tensor([[self.vocab - 1]], device=self.device), None, extra_inputs)
@@ -136,7 +131,6 @@ class StateScorer:
             )
 
     def clear(self) -> None:
-        """Remove all rows."""
         self._cache: StateCache[RowState] = StateCache(lambda kept, tokens: kept.shortened(tokens))
         self._texts: list[list[int]] = []  # the tokens of every row, to read again those that a rolled-back state lacks
         self._extra_inputs: list[Any] = []  # per row: the encoder's output, or media, or None
@@ -144,18 +138,15 @@ class StateScorer:
     shares_rows = False
 
     def sharing_rows(self, model: Any, name: str) -> StateScorer:
-        """Raise ValueError: a model with a state per row cannot share its rows with a part of its own layers."""
         raise ValueError(f"{self.name} keeps a state, which its own layers cannot draft on; use a model of its own.")
 
     # ---- rows ----
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens in the cache, per row."""
         return self._cache.lengths
 
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
-        """Append empty rows; an encoder reads the source of each."""
         with torch.inference_mode():
             self._extra_inputs += [self._calls.read(source) for source in sources or [None] * rows]
         self._cache.add(rows)
@@ -163,14 +154,12 @@ class StateScorer:
         self._texts += [[] for _ in range(rows)]
 
     def fork(self, rows: Sequence[int]) -> None:
-        """Append copies of these rows, in this order; a row may be named several times."""
         self._cache.fork(rows)
         self._records.fork(rows)
         self._texts += [list(self._texts[row]) for row in rows]
         self._extra_inputs += [self._extra_inputs[row] for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
-        """Remove rows; the others keep their order."""
         freed = set(rows)
         self._cache.free(rows)
         self._records.free(rows)
@@ -178,11 +167,9 @@ class StateScorer:
         self._extra_inputs = [each for row, each in enumerate(self._extra_inputs) if row not in freed]
 
     def attach(self, row: int, media: Media) -> None:
-        """Store the media of an empty row's text, which is then read in one piece."""
         self._extra_inputs[row] = RowMedia(media)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows; the rows after them stay as they are."""
         self._cache.rollback(lengths)
         self._records.rollback(lengths)
         for text, length in zip(self._texts, lengths, strict=False):
@@ -253,7 +240,6 @@ class StateScorer:
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Feed texts, one to each of the rows from `first` on, after their tokens, in passes of bounded width."""
         whole = [bool(text) and self._has_unread_media(row) for row, text in enumerate(texts, first)]
         if any(whole):
             self._feed([list(text) if now else [] for text, now in zip(texts, whole, strict=True)], first, keep=1)
@@ -264,11 +250,9 @@ class StateScorer:
         self._cache.rollback(self._cache.lengths[: first + len(texts)])
 
     def _has_unread_media(self, row: int) -> bool:
-        """Return whether a row has media that are still to be read, which takes all of its text."""
         return isinstance(self._extra_inputs[row], RowMedia) and not self.lengths[row]
 
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
-        """Feed tokens to the rows from `first` on -> logits (count, vocab) of those that got some, by their places."""
         for place, tokens in enumerate(fed):
             if tokens:
                 self._bring_forward(first + place)
@@ -340,7 +324,6 @@ class StateScorer:
         return rewindable(states, count, lambda state: self._call(tokens, state, known, extra_inputs, 0))
 
     def _call(self, tokens: Tensor, state: Any, known: int, extra_inputs: Any, keep: int) -> Any:
-        """Run one pass over tokens (rows, n) after a state of `known` tokens, and return the model's output."""
         places = torch.arange(known, known + tokens.shape[1], device=self.device).repeat(len(tokens), 1)
         options = {"position_ids": places} if self.way.positions or extra_inputs is not None else {}
         with self._records.collecting():
@@ -348,5 +331,4 @@ class StateScorer:
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
-        """Return the logits (1, n, vocab) of one text by the model's own forward, without a state."""
         return self._calls.alone(text, source)
