@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LEAST = 25.0
-"""The least variance of a direction that is tested: below it the normal limit does not hold."""
+LEAST = 25.0  # the least variance of a direction that is tested: below it the normal limit does not hold
 
 
 def tail(x: float, freedom: int, shift: float = 0.0) -> float:

@@ -146,8 +146,7 @@ def _key(row: Row, emission: Emission) -> Key:
     return Key((request.seed,), (request.key,), (emission.origin,), (len(row.tokens),), Purpose.NEXT)
 
 
-Scores = tuple[float, float, float]
-"""The logit of the chosen token, that of the emitted one, and the gap between them."""
+Scores = tuple[float, float, float]  # the logit of the chosen token, that of the emitted one, and the gap between them
 
 
 def _greedy_gap(law: Law, emission: Emission) -> Scores:

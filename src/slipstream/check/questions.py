@@ -16,11 +16,9 @@ from slipstream.core.request import Request
 from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
 
-SAME = 1e-6
-"""The greatest total variation between laws that should be equal."""
+SAME = 1e-6  # the greatest total variation between laws that should be equal
 
-LACKING = 1e-3
-"""The least chance of tokens that a draft does not know which makes it a draft of a part of the tokens."""
+LACKING = 1e-3  # the least chance of tokens that a draft does not know which makes it a draft of a part of the tokens
 
 CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 """The number of prompts and of tokens for a control: a broken rule is noticed soon."""

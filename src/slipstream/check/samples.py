@@ -25,8 +25,7 @@ RATIOS, SIZES = (0.8, 1.25), (0.03, 0.3)
 CELLS = (len(RATIOS) + 1) * (len(SIZES) + 1)
 """The number of cells: by q/p, which reveals a wrong acceptance, and by p, which reveals a wrong position."""
 
-GROUPS = 3
-"""The number of groups that are counted separately: first tokens, second tokens, and all later ones."""
+GROUPS = 3  # the number of groups that are counted separately: first tokens, second tokens, and all later ones
 
 LEARNED = 0.01
 """The total variation by which q may change while a batch is decoded; above it the draft learns from the tokens."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from slipstream.core.law import wide
 
-LOGITS_DTYPES = (torch.float32, torch.bfloat16)
-"""The data types of logits whose greatest the kernel finds."""
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)  # the data types of logits whose greatest the kernel finds
 
 
 def laws_fit(*laws: Tensor) -> bool:

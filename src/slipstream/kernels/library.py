@@ -28,8 +28,7 @@ HEADERS = tuple(HERE / f"{name}.h" for name in ("lanes", "parallel", "products",
 PARTS = ("attention", "quantized", "cpu", "recurrences", "laws", "codes", "blocks", "program")
 SOURCES = tuple(HERE / f"{name}.cpp" for name in PARTS)
 COMPILERS = ("c++", "g++", "clang++")
-STABLE_ABI = "0x020b000000000000"
-"""Torch 2.11, the oldest version that a library serves."""
+STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest version that a library serves
 
 OPTIONS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-Wno-psabi", f"-DTORCH_TARGET_VERSION={STABLE_ABI}")
 LIBRARIES = ("-ltorch_cpu", "-lc10")

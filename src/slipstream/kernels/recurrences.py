@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FEW = 64
-"""The most tokens for which one after the other is faster than chunks, whose products grow with their square."""
+FEW = 64  # the most tokens for which one after the other is faster than chunks, whose products grow with their square
 
 
 def gated_delta_rule(

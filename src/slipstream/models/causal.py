@@ -38,8 +38,7 @@ from slipstream.models.media.processor import modalities_of, read_with_media
 from slipstream.models.memory import Memory, OnMemory
 from slipstream.models.pass_runner import DraftChains, PassBuilder, PassRunner
 
-PREFILL_TOKENS = 512
-"""Columns of one prefill pass: bounds the memory of masks and activations for long prompts."""
+PREFILL_TOKENS = 512  # columns of one prefill pass: bounds the memory of masks and activations for long prompts
 
 WORTH_A_PASS, WORTHWHILE = 32, 0.9
 """Tokens of a text with which it may be read alone, and the share of real tokens up to which that saves padding."""

@@ -11,8 +11,7 @@ from slipstream.core.draft import Tree
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 
-Table = Callable[[tuple[int, ...]], Sequence[float]]
-"""A function from a prefix to the probabilities of the next token."""
+Table = Callable[[tuple[int, ...]], Sequence[float]]  # a function from a prefix to the probabilities of the next token
 
 
 class TableScorer:

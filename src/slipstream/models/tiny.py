@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB = 101
-WINDOW = 7
-"""The size of sliding windows: smaller than the tried texts, so that it has an effect."""
+WINDOW = 7  # the size of sliding windows: smaller than the tried texts, so that it has an effect
 
 NAMES: dict[int, str] = {
     VOCAB: "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input "

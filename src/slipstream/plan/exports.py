@@ -17,8 +17,7 @@ from slipstream.text.jsontext import json_text
 
 LOOKUP = "lookup"
 
-THEIRS = ("model", LOOKUP)
-"""The kinds of drafts that other engines have too."""
+THEIRS = ("model", LOOKUP)  # the kinds of drafts that other engines have too
 
 
 def export(plan: Plan, engine: str) -> str:

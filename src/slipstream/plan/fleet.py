@@ -152,8 +152,7 @@ class Service:
     end: dict[str, float]
     end_mean: float
     between: dict[str, float]
-    behind: float
-    """Seconds from the last arrival until all requests are answered: large where the fleet is too small."""
+    behind: float  # seconds from the last arrival until all requests are answered: large where the fleet is too small
 
     @property
     def tokens_per_second(self) -> float:

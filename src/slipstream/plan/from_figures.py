@@ -19,8 +19,7 @@ from slipstream.theory import (
     walltime_factor,
 )
 
-AROUND = 4
-"""The number of lines shown on each side of the best gamma."""
+AROUND = 4  # the number of lines shown on each side of the best gamma
 
 
 @dataclass(frozen=True)

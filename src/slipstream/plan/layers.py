@@ -36,8 +36,7 @@ FINALISTS, LAPS, MOST = 3, 3, 8
 
 Layers = tuple[int, ...]
 
-Watch = Callable[[str], None]
-"""Called with a line about each piece of work done."""
+Watch = Callable[[str], None]  # called with a line about each piece of work done
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from slipstream.measure.timing import Beat, beats, race
 from slipstream.models.facts import weight_bytes
 from slipstream.plan.predict import AcceptanceCounts, PlanCosts, between
 
-Step = Callable[[str], None]
-"""A callback that receives the name of each step as it begins."""
+Step = Callable[[str], None]  # a callback that receives the name of each step as it begins
 
 
 # ---- a drafter in its turns ------------------------------------------------------------------------------------------

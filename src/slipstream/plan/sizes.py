@@ -27,8 +27,7 @@ from slipstream.text.jsontext import json_text
 from slipstream.training.distill import DraftCosts
 from slipstream.training.material import target_of
 
-SHARES = (0.02, 0.05, 0.1, 0.2, 0.35)
-"""The shares of the target's parameters that are tried if no size is given."""
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.35)  # the shares of the target's parameters that are tried if no size is given
 
 EXPONENT = 0.105
 SHARE = 0.07
@@ -99,8 +98,7 @@ def _parameters(model: Any) -> int:
     return sum({id(part): part.numel() for part in (*model.parameters(), *model.buffers())}.values())
 
 
-NEW_TOKENS = 24
-"""The number of tokens generated behind each text while costs are measured, or more for large gammas."""
+NEW_TOKENS = 24  # the number of tokens generated behind each text while costs are measured, or more for large gammas
 
 
 def draft_costs(
@@ -141,8 +139,7 @@ def _rising(measured: Sequence[float]) -> list[float]:
 
 # ---- what was chosen -------------------------------------------------------------------------------------------------
 
-CHOICE = "size.json"
-"""The file in a training's folder that stores the chosen size, so that a resumed training keeps it."""
+CHOICE = "size.json"  # the file in a training's folder that stores the chosen size, so that a resumed training keeps it
 
 
 def save_choice(folder: Path, candidates: Sequence[Candidate], chosen: Candidate) -> None:

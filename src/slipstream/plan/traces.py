@@ -17,8 +17,7 @@ NAMES = {
 }
 """The possible names of a trace's columns: Azure's traces of 2023 and 2024, Vidur's, and plain words."""
 
-JITTER = 5.0
-"""Copies of a request arrive within this many seconds of it, where a trace is taken several times."""
+JITTER = 5.0  # copies of a request arrive within this many seconds of it, where a trace is taken several times
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from slipstream.core.stats import Stats
 from slipstream.core.values import whole_number
 from slipstream.processes.rounds import Chains, Kernel, ProcessRound, play_round
 
-Watch = Callable[[ProcessRound], object]
-"""A function that receives every round of a run."""
+Watch = Callable[[ProcessRound], object]  # a function that receives every round of a run
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,9 @@ from slipstream.models.memory import Memory
 from slipstream.training.lessons import TextWindows
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch, trapezoid
 
-STATE = "training.safetensors"
-"""The file with the state of the training, in the folder of the heads."""
+STATE = "training.safetensors"  # the file with the state of the training, in the folder of the heads
 
-FILES = {FILE: HEADS, STATE: KIND}
-"""The files that a training writes to its folder, with their kinds."""
+FILES = {FILE: HEADS, STATE: KIND}  # the files that a training writes to its folder, with their kinds
 
 
 @dataclass(frozen=True)

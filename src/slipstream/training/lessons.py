@@ -9,18 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TOP = 128
-"""The number of likeliest tokens whose probabilities are stored at every position; the others count as one."""
+TOP = 128  # the number of likeliest tokens whose probabilities are stored at every position; the others count as one
 
-Tokens = Sequence[int] | np.ndarray
-"""A text as token ids."""
+Tokens = Sequence[int] | np.ndarray  # a text as token ids
 
-Ask = Callable[[Tensor], Tensor]
-"""A function from tokens (rows, n) to the target's logits (rows, n, vocab)."""
+Ask = Callable[[Tensor], Tensor]  # a function from tokens (rows, n) to the target's logits (rows, n, vocab)
 
 
-HELD_OUT = 0.02
-"""The share of a text, at its end, that is only used for measuring."""
+HELD_OUT = 0.02  # the share of a text, at its end, that is only used for measuring
 
 
 class TextWindows:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-LEAST_REST = 1e-4
-"""The least probability of all unlisted tokens together, so that its logarithm stays finite."""
+LEAST_REST = 1e-4  # the least probability of all unlisted tokens together, so that its logarithm stays finite
 
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of log p and log q on the listed tokens (..., n) and the used share of the budget () -> losses (...)."""

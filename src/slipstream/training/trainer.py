@@ -83,8 +83,7 @@ Schedule = Callable[[int, float], float]
 """A function (step from 0, share of the budget used) -> the factor of every learning rate in that step."""
 
 
-Watch = Callable[[Progress, float], object]
-"""A function (progress, loss) that is called after every step."""
+Watch = Callable[[Progress, float], object]  # a function (progress, loss) that is called after every step
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,7 @@ TEMPERATURES, SHARES = (0.0, 0.6, 1.0), (0.3, 0.1, 0.6)
 OPENINGS = (4, 8, 16, 32, 64, 96)
 """The lengths, in tokens, of prompts that are taken from documents for the target to continue."""
 
-LONGEST = 0.75
-"""The greatest share of a text's length that its prompt may take."""
+LONGEST = 0.75  # the greatest share of a text's length that its prompt may take
 
 
 class WrittenTexts:

@@ -19,8 +19,7 @@ from slipstream.cache.rows import INDEXER
 from slipstream.models.layers import find_layers
 from slipstream.models.memory import Memory
 
-LAST = -1
-"""The place after the final norm: the input of the model's head."""
+LAST = -1  # the place after the final norm: the input of the model's head
 
 _numbers = count(2 * INDEXER)  # numbers after those of all layers and indexers that a model has
 

@@ -130,8 +130,7 @@ def _read(
     return loaded_plain
 
 
-AnyScorer = CausalScorer | StateScorer
-"""The kinds of Scorers that a model can be wrapped in."""
+AnyScorer = CausalScorer | StateScorer  # the kinds of Scorers that a model can be wrapped in
 
 
 def load_scorer(

@@ -37,8 +37,7 @@ PAIRINGS = {
 }
 """The targets with a name of their own; the embedded one is also what commands take without a target."""
 
-CHAT = "smollm2"
-"""The target of a chat or a server for which none was named, where it is installed."""
+CHAT = "smollm2"  # the target of a chat or a server for which none was named, where it is installed
 
 
 def pairing_of(target: Any) -> Pairing | None:

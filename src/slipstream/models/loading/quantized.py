@@ -49,8 +49,7 @@ class Reading:
         true_or_false("dequantize", self.dequantize)
 
 
-Loaded = tuple[PreTrainedModel, dict[str, Any]]
-"""A model, and transformers' loading report (`output_loading_info`)."""
+Loaded = tuple[PreTrainedModel, dict[str, Any]]  # a model, and transformers' loading report (`output_loading_info`)
 
 
 def stored_quantization(origin: Origin, place: torch.device, options: dict[str, Any]) -> StoredFormat | None:

@@ -89,8 +89,7 @@ def without_videos(kind: Any, name: str | Path) -> Any:
     return without.from_args_and_dict(parts, settings)
 
 
-Layers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values (heads, count, head_dim), by the number of the layer."""
+Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (heads, count, head_dim), by the number of the layer
 
 PLACEHOLDERS = {Modality.IMAGE: "image_token", Modality.AUDIO: "audio_token"}
 """The attributes of processors with the placeholder token; configurations have its id there, with `_id` or `_index`."""

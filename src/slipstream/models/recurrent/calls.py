@@ -24,8 +24,7 @@ class Calls(Protocol):
     `extra_inputs` are what the model reads besides the tokens: what `read` returns, or a row's media.
     """
 
-    takes_positions: bool
-    """Whether the model can be given the positions of tokens."""
+    takes_positions: bool  # whether the model can be given the positions of tokens
     joins_rows: bool
     """Whether rows can share a pass; those of an encoder-decoder cannot, since each has a source of its own."""
 

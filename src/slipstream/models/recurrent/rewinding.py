@@ -88,8 +88,7 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
         yield from _tensors(part)
 
 
-Place = tuple[int, int]
-"""A recurrent state's place: the number of its layer, and its own number within that layer."""
+Place = tuple[int, int]  # a recurrent state's place: the number of its layer, and its own number within that layer
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from slipstream.models.recurrent.calls import calls_of
 from slipstream.models.recurrent.recurrences import observe
 from slipstream.models.recurrent.rewinding import Rewind, RowState, Settled, Within, apart, joined, rewindable, size
 
-PREFILL_TOKENS = 512
-"""The tokens of one prefill pass, which bounds the memory of activations for long prompts."""
+PREFILL_TOKENS = 512  # the tokens of one prefill pass, which bounds the memory of activations for long prompts
 
 
 @dataclass(frozen=True)
