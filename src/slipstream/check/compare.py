@@ -26,9 +26,6 @@ MARGIN = 4
 """The greatest near-tie over the measured rounding: 2 since two scores move, times 2 for processors that scale them."""
 
 
-# ---- scores and choices ----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Rounding:
     """The differences between the scores of rounds and of plain steps, in logits.
@@ -172,9 +169,6 @@ def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng |
         low, high = (low, middle) if chosen else (middle, high)
     temperature = float(getattr(row.request.sampler, "temperature", 1.0))
     return best, float(ours[0, 0, emission.token]), high * temperature
-
-
-# ---- endings ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,6 @@ CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32
 """The number of prompts and of tokens for a control: a broken rule is noticed soon."""
 
 
-# ---- greedy ----
-
-
 def greedy(case: Case, sampler: Sampling) -> CheckHalf:
     case.listener("greedy: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
@@ -45,9 +42,6 @@ def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
     texts = watch(case.under(rule), _control_requests(case, sampler)).texts
     comparison = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
     return Control(rule.name, () if about_choices("tokens", case, comparison).passed else ("tokens",))
-
-
-# ---- sampling ----
 
 
 def sampling(case: Case, sampler: Sampling) -> CheckHalf:
@@ -117,9 +111,6 @@ def _sampling_control(case: Case, sampler: Sampling, rule: Rule, observed: Obser
         texts = watch(case.under(rule), _control_requests(case, sampler)).texts
         tests.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.rng)))
     return Control(rule.name, tuple(test.name for test in tests if not test.passed))
-
-
-# ---- both ----
 
 
 def _control_requests(case: Case, sampler: Sampling) -> list[Request]:

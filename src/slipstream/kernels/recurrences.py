@@ -72,9 +72,6 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-# ---- registration and the check of the kernels ----------------------------------------------------------------------
-
-
 def samples() -> list[tuple[Tensor, Tensor]]:
     """Run every kernel on two tokens -> pairs of its result and the expected one."""
     generator = torch.Generator().manual_seed(0)

@@ -107,8 +107,6 @@ class CausalScorer(OnMemory):
         other._runner = PassRunner(self.model, other.facts, self._memory, other.execution)
         return other
 
-    # ---- facts ----
-
     @property
     def vocab(self) -> int:
         return self.facts.vocab
@@ -134,8 +132,6 @@ class CausalScorer(OnMemory):
     def modalities(self) -> frozenset[Modality]:
         return modalities_of(self.model)
 
-    # ---- rows ----
-
     @property
     def bytes_per_token(self) -> int:
         return self._memory.texts.bytes_per_token
@@ -150,8 +146,6 @@ class CausalScorer(OnMemory):
         at.
         """
         self._memory.texts.fill(row, layers, length)
-
-    # ---- prefixes, and memory ----
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Store texts in this prefix cache from now on, and look them up there; None for no cache.
@@ -201,8 +195,6 @@ class CausalScorer(OnMemory):
             )
         self._runner.recorded.add(states)
         return states
-
-    # ---- passes ----
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Run every pass after the prefill in one shape; None: in the shape of the work at hand, which is faster.
@@ -275,8 +267,6 @@ class CausalScorer(OnMemory):
             assert source is not None
             return self._decoder.alone(torch.tensor([text], device=self.device), source)
         return logits_alone(self.model, text)
-
-    # ---- drafts by graphs ----
 
     @property
     def draft_graphs(self) -> DraftGraphs | None:

@@ -55,9 +55,6 @@ def read_layers(text: str) -> int | tuple[int, ...]:
         raise ValueError(f"layers {text!r} cannot be read: write 4 for the first four, or 0-2,5,9-11.") from None
 
 
-# ---- a model with some of its layers ------------------------------------------------------------------------------
-
-
 def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
     """Return a Scorer over the target's own weights and cache that runs only the layers `kept`.
 

@@ -186,8 +186,6 @@ class LeadingScorer:
     def sharing_rows(self, model: Any, name: str) -> Any:
         raise ValueError(f"{self.name} lies on {self.ranks} ranks, so no part of it can run for a draft on one.")
 
-    # ---- calls with a pass ------------------------------------------------------------------------------------------
-
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         (self._together if self.source_form else self._later)("add", rows, list(sources))
 
@@ -203,8 +201,6 @@ class LeadingScorer:
             self._together("bytes_for", list(lengths))
         return self._part.scorer.bytes_for(lengths)
 
-    # ---- calls without a pass ---------------------------------------------------------------------------------------
-
     fork = _without_pass("fork")
     free = _without_pass("free")
     rollback = _without_pass("rollback")
@@ -219,8 +215,6 @@ class LeadingScorer:
         """Store texts on every rank from now on, in prefix caches as large as `cache`; None for no cache."""
         sizes = (None, 1) if cache is None else (cache.limit, cache.block)
         self._later("use_prefixes", *sizes)
-
-    # ---- calls ----
 
     def _later(self, method: str, *arguments: Any) -> Any:
         """Make a call without communication at once, and send it to the other ranks with the next pass."""

@@ -39,9 +39,6 @@ Layers = tuple[int, ...]
 Watch = Callable[[str], None]  # called with a line about each piece of work done
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Trial:
     """A choice of layers at a gamma: the measurements, and the best gamma and speed that they predict.
@@ -100,9 +97,6 @@ class LayerSearch:
         }
 
 
-# ---- the search ------------------------------------------------------------------------------------------------------
-
-
 def search_exit(
     decoder: Decoder,
     requests: Sequence[Request],
@@ -155,9 +149,6 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
     """Decode the requests plainly -> the length of each prompt, and the whole text."""
     return [(len(row.request.prompt), row.tokens) for row in succeeded(plain(decoder, requests))]
-
-
-# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def _count(target: HasModel) -> int:

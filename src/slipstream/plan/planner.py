@@ -29,9 +29,6 @@ Progress = Callable[[int, int, str], None]
 """Called before every run with the number of finished runs, the number of all, and the name of the one that begins."""
 
 
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PlanSettings:
     """The settings of a plan: `most` is the greatest gamma tried, or `gammas` are the only ones.
@@ -162,9 +159,6 @@ class PlanReport:
             "interrupted": self.interrupted,
         }
         return json.loads(json_text(found))
-
-
-# ---- measuring and verifying -----------------------------------------------------------------------------------------
 
 
 def make(

@@ -137,8 +137,6 @@ def _rising(measured: Sequence[float]) -> list[float]:
     return [value for value, count in pools for _ in range(count)]
 
 
-# ---- what was chosen -------------------------------------------------------------------------------------------------
-
 CHOICE = "size.json"  # the file in a training's folder that stores the chosen size, so that a resumed training keeps it
 
 

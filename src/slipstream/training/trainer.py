@@ -20,9 +20,6 @@ KIND = TensorFileKind(
 )
 
 
-# ---- budgets and schedules -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Progress:
     """The progress of a training: the number of steps taken, their seconds, and the tokens they read."""
@@ -86,9 +83,6 @@ Schedule = Callable[[int, float], float]
 Watch = Callable[[Progress, float], object]  # a function (progress, loss) that is called after every step
 
 
-# ---- the state -------------------------------------------------------------------------------------------------------
-
-
 class Diverged(FloatingPointError):
     """Raised when a training cannot go on, since its loss or gradient is not finite."""
 
@@ -117,9 +111,6 @@ class Checkpoint:
                 "give the same settings to resume it, or another folder."
             )
         return tensors, Progress(**json.loads(about["progress"]))
-
-
-# ---- the training ----------------------------------------------------------------------------------------------------
 
 
 class Trainer:

@@ -79,8 +79,6 @@ class DFlashScorer(OnMemory):
     def fix_shape(self, shape: Shape | None) -> None:
         """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
 
-    # ---- passes ----
-
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Fill the cache with the target's states of texts that the target has read."""

@@ -112,8 +112,6 @@ class HeadScorer(OnMemory):
         self._last = torch.empty(0)  # the states (rows, 1, width) made at each row's last token
         self.draft_graphs: DraftGraphs | None = None
 
-    # ---- rows ----
-
     def add(self, rows: int, sources: Sequence[Source | None] = ()) -> None:
         super().add(rows)
         self._sure += [0] * rows
@@ -138,8 +136,6 @@ class HeadScorer(OnMemory):
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
-
-    # ---- passes ----
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
@@ -208,8 +204,6 @@ class HeadScorer(OnMemory):
 
     def _run(self, step: int, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
         return self.head(step, tokens, hidden, Behind.within(slots, self._memory.texts.end, self._cache))
-
-    # ---- drafts by graphs ----
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """Draft by graphs from now on, where possible, with the network's weights packed on CPUs.

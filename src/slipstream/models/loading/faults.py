@@ -213,9 +213,6 @@ def _sentence(error: Exception) -> str:
     return re.sub(r"\b[A-Z]\w+Error: ", "", first).removesuffix(".")
 
 
-# ---- devices ----------------------------------------------------------------------------------------------------
-
-
 def usable_device(name: str | None) -> torch.device:
     """Return the named device, or by default the GPU if there is one. Raises ValueError for an unusable device."""
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -139,8 +139,6 @@ class StateScorer:
     def sharing_rows(self, model: Any, name: str) -> StateScorer:
         raise ValueError(f"{self.name} keeps a state, which its own layers cannot draft on; use a model of its own.")
 
-    # ---- rows ----
-
     @property
     def lengths(self) -> list[int]:
         return self._cache.lengths
@@ -182,8 +180,6 @@ class StateScorer:
         """Do nothing for chains. Raises ValueError for the path of a tree that leaves tokens out."""
         self._cache.keep(starts, paths)
 
-    # ---- memory ----
-
     @property
     def bytes_per_token(self) -> int:
         """The bytes that one more token takes, in layers that attend; 0 until `bytes_for` has measured it."""
@@ -210,8 +206,6 @@ class StateScorer:
         It lasts as long as the result lives. Raises ValueError for places that the model does not have.
         """
         return self._records.begin(self.model, self.name, places, self.lengths)
-
-    # ---- passes ----
 
     def fix_shape(self, shape: Shape | None) -> None:
         """Feed every token after the prefill in a pass of its own; None: all that are there at once, which is faster.
