@@ -43,8 +43,7 @@ def kernel_missing() -> str | None:
 
 def panel_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
     """Multiply (..., inputs) by a packed weight -> (..., features): sums in float32, in one order for every row."""
-    outputs: Tensor = torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
-    return outputs
+    return torch.ops.slipstream.linear(inputs.contiguous(), weight, bias, features)
 
 
 def quantized_linear(
@@ -56,14 +55,12 @@ def quantized_linear(
     same order for every row. Otherwise they stay as they are, and all products are added in float32.
     """
     multiply = torch.ops.slipstream.quantized_linear if whole else torch.ops.slipstream.dequantized_linear
-    outputs: Tensor = multiply(inputs.contiguous(), *panels, bias, features, bits)
-    return outputs
+    return multiply(inputs.contiguous(), *panels, bias, features, bits)
 
 
 def quantized_rows(features: Tensor, panels: QuantizedPanels, bits: int, width: int) -> Tensor:
     """Return the weights (n, width) of features (n,) in float32, without rounding codes and scales again."""
-    rows: Tensor = torch.ops.slipstream.quantized_rows(features, *panels, bits, width)
-    return rows
+    return torch.ops.slipstream.quantized_rows(features, *panels, bits, width)
 
 
 def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, scale: float) -> Tensor:
@@ -74,8 +71,7 @@ def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor
     """
     inputs = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
     added = added if added is None or added.stride(-1) == 1 else added.contiguous()
-    outputs: Tensor = torch.ops.slipstream.attend(*inputs, added, scale)
-    return outputs
+    return torch.ops.slipstream.attend(*inputs, added, scale)
 
 
 def _reason(error: Exception) -> str:

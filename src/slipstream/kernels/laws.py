@@ -23,8 +23,7 @@ def laws_fit(*laws: Tensor) -> bool:
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
     """Return sum_v min(p(v), q(v)) (rows, n) of laws p (rows, n or more, vocab) and q (rows, n, vocab)."""
-    shared: Tensor = torch.ops.slipstream.overlap(p, q)
-    return shared
+    return torch.ops.slipstream.overlap(p, q)
 
 
 def block_tests(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,8 +33,7 @@ def block_tests(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[
     in float64, and sum_v min(p(v), q(v)) (rows, n) in float32. At positions after
     the end of a row's draft the coin always says "they do not".
     """
-    tests: tuple[Tensor, Tensor, Tensor] = torch.ops.slipstream.block_tests(p, q, tokens.contiguous(), lengths)
-    return tests
+    return torch.ops.slipstream.block_tests(p, q, tokens.contiguous(), lengths)
 
 
 def following(p: Tensor, q: Tensor, accepted: Tensor, refused: Tensor, weights: Tensor) -> Tensor:
@@ -44,8 +42,7 @@ def following(p: Tensor, q: Tensor, accepted: Tensor, refused: Tensor, weights: 
     It is p there, or in rows that are `refused` (rows,) the residual norm(max(w p - q, 0)) with weights w (rows,) in
     float64, and p again where the residual is nothing.
     """
-    law: Tensor = torch.ops.slipstream.following(p, q, accepted, refused, weights.contiguous())
-    return law
+    return torch.ops.slipstream.following(p, q, accepted, refused, weights.contiguous())
 
 
 def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +52,7 @@ def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
     loaded.
     """
     if logits.device.type == "cpu" and logits.dtype in LOGITS_DTYPES and hasattr(torch.ops.slipstream, "greatest"):
-        values_and_indices: tuple[Tensor, Tensor] = torch.ops.slipstream.greatest(logits)
-        return values_and_indices
+        return torch.ops.slipstream.greatest(logits)
     return wide(logits).max(-1)
 
 

@@ -22,18 +22,14 @@ def gated_delta_rule(
     heads), and the state before them (rows, heads, size, width), all in float32 -> outputs (rows, n, heads, width).
     Queries and keys are normalized to length 1 here, and outputs divided by the square root of the size.
     """
-    outputs: Tensor = torch.ops.slipstream.gated_delta_rule(
+    return torch.ops.slipstream.gated_delta_rule(
         _dense(queries), _dense(keys), _dense(values), decays, strengths, state.contiguous()
     )
-    return outputs
 
 
 def gated_delta_state(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor) -> Tensor:
     """Return the state (rows, heads, size, width) after the tokens, with arguments as for `gated_delta_rule`."""
-    after: Tensor = torch.ops.slipstream.gated_delta_state(
-        _dense(keys), _dense(values), decays, strengths, state.contiguous()
-    )
-    return after
+    return torch.ops.slipstream.gated_delta_state(_dense(keys), _dense(values), decays, strengths, state.contiguous())
 
 
 def state_space(
@@ -44,18 +40,14 @@ def state_space(
     Inputs x (rows, n, heads, width), steps d and d A (rows, n, heads), B and C (rows, n, heads or fewer, size), D
     (heads,), and the state before them (rows, heads, width, size), all in float32 -> outputs (rows, n, heads, width).
     """
-    outputs: Tensor = torch.ops.slipstream.state_space(
+    return torch.ops.slipstream.state_space(
         _dense(inputs), steps, decays, _dense(into), _dense(out_of), skip, state.contiguous()
     )
-    return outputs
 
 
 def state_space_state(inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, state: Tensor) -> Tensor:
     """Return the state (rows, heads, width, size) after the tokens, with arguments as for `state_space`."""
-    after: Tensor = torch.ops.slipstream.state_space_state(
-        _dense(inputs), steps, decays, _dense(into), state.contiguous()
-    )
-    return after
+    return torch.ops.slipstream.state_space_state(_dense(inputs), steps, decays, _dense(into), state.contiguous())
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

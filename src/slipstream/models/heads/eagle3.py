@@ -249,5 +249,4 @@ class _Shared(nn.Module):
         self._layer = [layer]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self._layer[0](inputs)
-        return out
+        return self._layer[0](inputs)

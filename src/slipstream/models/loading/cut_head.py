@@ -39,8 +39,7 @@ class CutHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        weight: Tensor = self.known.weight
-        return weight
+        return self.known.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.known(hidden)

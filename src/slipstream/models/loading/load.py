@@ -124,10 +124,7 @@ def _read(
         leave_to_transformers(origin, unread)
     if reading != Reading() and not origin.gguf and not origin.adapter:
         raise ValueError("activations= and dequantize= are for quantized weights that are read from their own codes")
-    loaded_plain: Loaded = kind.from_pretrained(
-        origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options
-    )
-    return loaded_plain
+    return kind.from_pretrained(origin.place, dtype=dtype, output_loading_info=True, **origin.options, **options)
 
 
 AnyScorer = CausalScorer | StateScorer  # the kinds of Scorers that a model can be wrapped in

@@ -241,8 +241,7 @@ def _convolution(function: Callable[..., Any], arguments: dict[str, Any]) -> Ten
     inputs, weight, activation = arguments["hidden_states"], arguments["weight"], arguments.get("activation")
     fits = inputs.device.type == "cpu" and inputs.dtype == weight.dtype and inputs.dtype in STEP
     if not fits or activation not in ACTIVATIONS or inputs.shape[2] < weight.shape[1] or kernel_missing() is not None:
-        outputs: Tensor = function(**arguments)
-        return outputs
+        return function(**arguments)
     outputs = short_convolution(inputs, weight, arguments.get("bias"))
     return silu(outputs) if activation else outputs
 
