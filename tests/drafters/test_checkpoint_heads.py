@@ -35,10 +35,10 @@ from slipstream.execution.masks import PassMasks
 from slipstream.execution.names import with_cache
 from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
-from slipstream.models.heads.chains import Behind
 from slipstream.models.heads.eagle3 import load_eagle3
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.mtp import load_mtp
+from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import tiny_config
 from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3

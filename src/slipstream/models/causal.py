@@ -3,7 +3,7 @@
 A Scorer feeds the model explicit positions and an explicit 4-D mask, and a `RowCache` that writes each row at its own
 slots; the model's own code is not touched. Models that cannot be rolled back, or do not obey positions and mask, are
 refused at construction. `ModelFacts` holds facts about the model, `Memory` its rows, `PassBuilder` makes passes over
-them, `PassRunner` runs those, `DraftChains` drafts by graphs.
+them, and `PassRunner` runs those.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.backends import draft_graphs
-from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Wish
+from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Room, Wish
 from slipstream.execution.names import with_cache
 from slipstream.execution.native import Native
 from slipstream.execution.passes import Execution
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.facts import ModelFacts
-from slipstream.models.families import logits_alone, probe, refuse_unsupported, trial_text, windows_of
+from slipstream.models.families import probe, refuse_unsupported, trial_text, windows_of
 from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.media.processor import modalities_of, read_with_media
 from slipstream.models.memory import Memory, OnMemory
-from slipstream.models.pass_runner import DraftChains, PassBuilder, PassRunner
+from slipstream.models.pass_runner import PassBuilder, PassRunner
+from slipstream.models.recurrent.calls import CausalCalls, SourceCalls
 
 PREFILL_TOKENS = 512  # columns of one prefill pass: bounds the memory of masks and activations for long prompts
 
@@ -71,7 +72,7 @@ class CausalScorer(OnMemory):
         self._memory = Memory(decoder)
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
-        self._chains: DraftChains | None = None
+        self.draft_graphs: DraftGraphs | None = None
         self.fix_shape(None)
         if not self.facts.proven:
             probe(self, model.config.get_text_config().model_type)
@@ -91,7 +92,7 @@ class CausalScorer(OnMemory):
         What it adds to the rows has to be rolled back before this one goes on.
         """
         other, execution = copy.copy(self), self.execution
-        other.name, other.model, other._chains = name, model, None
+        other.name, other.model, other.draft_graphs = name, model, None
         execution = execution and execution.of(model, name)  # graphs of this model's layers cannot be used for others
         other._runner = PassRunner(model, self.facts, self._memory, execution)
         return other
@@ -231,17 +232,16 @@ class CausalScorer(OnMemory):
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         texts = [self._read_media(row, text) for row, text in enumerate(texts, first)]
-        if self.shape or self._are_better_alone(texts):  # with a shape, so that a row's keys do not depend on others
+        # Texts are read one by one if they are so unequally long that padding costs more, and with a shape, so that a
+        # row's keys do not depend on others.
+        longest = max(map(len, texts), default=0) if self.device.type == "cpu" else 0
+        unequal = longest > WORTH_A_PASS and sum(map(len, texts)) <= WORTHWHILE * longest * len(texts)
+        if self.shape or unequal:
             for row, text in enumerate(texts, first):
                 self._prefill([text], row)
         else:  # a row without text would cost as much attention as the longest one
             for row, part in runs_of_texts(texts):
                 self._prefill(part, first + row)
-
-    def _are_better_alone(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether texts are so unequally long that each should be read by itself, without padding."""
-        longest = max(map(len, texts), default=0) if self.device.type == "cpu" else 0
-        return longest > WORTH_A_PASS and sum(map(len, texts)) <= WORTHWHILE * longest * len(texts)
 
     def _read_media(self, row: int, text: Sequence[int]) -> Sequence[int]:
         """Read a text with media, in an empty row, by the model's own forward -> the tokens that are left to read."""
@@ -263,21 +263,13 @@ class CausalScorer(OnMemory):
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
-        if self._decoder:
-            assert source is not None
-            return self._decoder.alone(torch.tensor([text], device=self.device), source)
-        return logits_alone(self.model, text)
-
-    @property
-    def draft_graphs(self) -> DraftGraphs | None:
-        return self._chains.draft_graphs if self._chains else None
+        return (SourceCalls if self._decoder else CausalCalls)(self.model).alone(text, source)
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
         """Draft by graphs from now on, where possible: on a GPU by one graph for chains of each of these sizes."""
         facts, module = self.facts, self._decoder or self.model
         network = ModelNetwork(with_cache(module), module.dtype, facts.kinds, facts.relative, facts.drops_logits)
-        graphs = draft_graphs(network, self.name, self.device, sizes, progress=progress)
-        self._chains = DraftChains(graphs, self._memory, facts.context)
+        self.draft_graphs = draft_graphs(network, self.name, self.device, sizes, progress=progress)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
@@ -285,10 +277,20 @@ class CausalScorer(OnMemory):
 
         None if that is not possible by graphs.
         """
-        if self._chains is None or not self._chains.fits(wish):
+        graphs, texts, sources, rows = self.draft_graphs, self._memory.texts, self._memory.sources, len(wish.fed)
+        if graphs is None:
             return None
-        if not self._memory.texts.stores:  # nothing was ever fed: the stores that a graph writes to do not exist yet
+        room = graphs.most_fed + sum(graphs.steps(wish))
+        if self.context and max(texts.lengths[:rows]) + room > self.context:
+            return None
+        if not texts.stores:  # nothing was ever fed: the stores that a graph writes to do not exist yet
             lengths = list(self.lengths)
             self._prefill([[0]] * len(lengths), 0)
             self.rollback(lengths)
-        return self._chains.draft(wish)
+        texts.reserve(room, 0, rows)
+        cross = sources.cross(texts.part, None) if sources else None
+        drafted = graphs.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
+        if drafted is not None:
+            fed = zip(wish.fed, wish.gammas, strict=True)
+            texts.advance([len(tokens) + max(gamma, 1) - 1 if tokens else 0 for tokens, gamma in fed])
+        return drafted

@@ -184,36 +184,24 @@ class SourceDecoder(nn.Module):
         finally:
             self.where.own = self.where.back = None
 
-    def states(self, inputs: Tensor, mask: Tensor | None) -> States:
-        """Return cross-attention's keys and values by layer, for ids (rows, longest) and mask, or for features."""
-        states = self._encode(inputs, mask)
+    def states(self, sources: Sequence[Source]) -> States:
+        """Read sources -> cross-attention's keys and values by layer."""
+        states = encoded(self.model, sources)["encoder_outputs"].last_hidden_state
         return [project(states) for project in self._projections]
 
-    def alone(self, tokens: Tensor, source: Source) -> Tensor:
-        """Return the logits (1, n, vocab) of a text (1, n) by the model's own forward, without cache."""
-        ids, mask = self.inputs([source])
-        encoded = BaseModelOutput(last_hidden_state=self._encode(ids, mask))
-        return self.model(
-            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, use_cache=False
-        ).logits
 
-    def _encode(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
-        encoder = self.model.get_encoder()
-        if mask is None:
-            return encoder(inputs).last_hidden_state
-        return encoder(input_ids=inputs, attention_mask=mask).last_hidden_state
-
-    def inputs(self, sources: Sequence[Source]) -> tuple[Tensor, Tensor | None]:
-        """Return the encoder's input: ids (rows, longest) and their mask, 0 at padding; or features and None."""
-        if isinstance(sources[0], Tensor):
-            features = torch.stack([source for source in sources if isinstance(source, Tensor)])
-            return features.to(self.device, self.dtype), None
-        width = max(map(len, sources))
-        ids = torch.zeros(len(sources), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, source in enumerate(sources):
-            ids[row, : len(source)], mask[row, : len(source)] = torch.tensor(source), 1
-        return ids.to(self.device), mask.to(self.device)
+def encoded(model: Any, sources: Sequence[Source]) -> dict[str, Any]:
+    """Run the encoder on sources -> its output and the mask over their padding, as arguments; features have no mask."""
+    device, encoder = input_device(model), model.get_encoder()
+    if isinstance(sources[0], Tensor):
+        features = torch.stack([source for source in sources if isinstance(source, Tensor)])
+        return {"encoder_outputs": encoder(features.to(device, model.dtype))}
+    ids = torch.zeros(len(sources), max(map(len, sources)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, source in enumerate(sources):
+        ids[row, : len(source)], mask[row, : len(source)] = torch.tensor(source), 1
+    mask = mask.to(device)
+    return {"encoder_outputs": encoder(input_ids=ids.to(device), attention_mask=mask), "attention_mask": mask}
 
 
 class Sources:
@@ -234,7 +222,7 @@ class Sources:
         first = len(self._rows.lengths)
         self._rows.add(rows)
         self._known.clear()
-        states = self._decoder.states(*self._decoder.inputs(cut_sources))
+        states = self._decoder.states(cut_sources)
         longest = states[0][0].shape[2]
         self._rows.reserve(longest, first)
         for layer, (keys, values) in enumerate(states):
@@ -252,16 +240,14 @@ class Sources:
     def cross(self, part: slice, back: Tensor | None) -> Cross:
         """Return what cross-attention reads in a pass over some rows; `back` as in `Cross`."""
         name = (part.start, part.stop)
-        if name not in self._known:
-            self._known[name] = self._cross(part)
-        return replace(self._known[name], back=back)
-
-    def _cross(self, part: slice) -> Cross:
+        if name in self._known:
+            return replace(self._known[name], back=back)
         self._rows.reserve(0, part.start, part.stop)
         beyond = torch.arange(self._rows.end)[None] >= torch.tensor(self._rows.lengths[part])[:, None]
         stores, dtype = self._rows.taking_part, self._decoder.dtype
         mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, torch.finfo(dtype).min)
-        return Cross(stores, mask[:, None, None].to(stores[0][0].device))
+        self._known[name] = Cross(stores, mask[:, None, None].to(stores[0][0].device))
+        return replace(self._known[name], back=back)
 
 
 def source_form(model: PreTrainedModel) -> SourceForm:

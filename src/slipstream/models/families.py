@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from slipstream.core.protocols import Scorer
 from slipstream.core.source import Source
 from slipstream.kernels.attention import NAME as ATTENTION
-from slipstream.kernels.placement import input_device, is_sharded
+from slipstream.kernels.placement import is_sharded
 
 LENGTH_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe")
@@ -175,18 +174,6 @@ def windows_of(config: Any) -> set[int]:
         for name, value in config.to_dict().items()
         if isinstance(value, int) and ("window" in name or name in LOOKS_BACK)
     }
-
-
-def logits_alone(model: Any, text: Sequence[int]) -> Tensor:
-    """Return the logits (1, n, vocab) of one text by a causal model itself, without cache.
-
-    Positions are given as `generate` gives them: some models count from another number without them.
-    """
-    device = input_device(model)
-    tokens, places = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
-    takes = inspect.signature(model.forward).parameters
-    extra_inputs = {"position_ids": places} if "position_ids" in takes else {}
-    return model(tokens, use_cache=False, **extra_inputs).logits
 
 
 def longest_text(config: Any) -> int | None:

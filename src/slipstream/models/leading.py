@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,6 @@ from slipstream.models.loading.sharding import Plan, load_sharded
 from slipstream.models.media.trial import proven_modalities
 
 # ---- messages ---------------------------------------------------------------------------------------------------
-
-
-class RankMessage(Protocol):
-    """A message of rank 0 to the other ranks."""
-
-    def obey(self, follower: FollowingRank) -> None:
-        """Carry out the message on another rank."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -268,7 +260,7 @@ class FollowingRank:
 
     def run(self) -> None:
         """Carry out messages until rank 0 has ended. Raises RankLost if the ranks cannot go on."""
-        message: RankMessage | None
+        message: Build | ScorerCalls | Failed | None
         while (message := self.ranks.listen()) is not None:
             try:
                 message.obey(self)

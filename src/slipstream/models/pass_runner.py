@@ -1,4 +1,4 @@
-"""Builds the passes of new tokens, runs them by graphs or by the model itself, and drafts chains by graphs."""
+"""Builds the passes of new tokens, and runs them by graphs or by the model itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.draft import Tree
-from slipstream.core.law import Law
-from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish
 from slipstream.execution.masks import PassMasks
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross, Execution, Pass, PassResult
@@ -30,57 +28,24 @@ class PassBuilder:
 
     def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
         """Return the pass of tokens (rows, n) that go to slots (rows, n), after the rows' texts or within a tree."""
-        pass_masks, context = self._pass_masks(slots, tree), self._facts.context
+        texts, context = self._memory.texts, self._facts.context
+        if tree is not None:
+            pass_masks = PassMasks.tree(slots, texts.end, tree)
+        elif slots.shape[1] == 1 and texts.last_sees_all and not self._looks_at_distance:
+            pass_masks = PassMasks.everything(slots, texts.end)  # a drafting step: nothing to compare
+        else:
+            pass_masks = PassMasks.chain(slots, texts.end)
         masks = {kind: pass_masks.mask(sight, self._facts.dtype) for kind, sight in self._facts.kinds.items()}
         positions = pass_masks.own
-        if context and self._memory.texts.end > context:  # padding may stand beyond the last learned position
+        if context and texts.end > context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=context - 1)
-        positions = self._shifted(positions)
+        if any(shifts := self._memory.shifts[texts.part]):  # images may take fewer positions than tokens
+            shifts += [0] * (len(positions) - len(shifts))  # rows that only fill a shape
+            positions = positions + torch.tensor(shifts, device=positions.device)[:, None]
         cross: Cross | None = None
         if (sources := self._memory.sources) is not None:
-            cross = sources.cross(self._memory.texts.part, pass_masks.back if self._facts.relative else None)
+            cross = sources.cross(texts.part, pass_masks.back if self._facts.relative else None)
         return Pass(tokens, positions, slots, masks, cross)
-
-    def _shifted(self, positions: Tensor) -> Tensor:
-        """Return positions (rows, n) that account for images, which may take fewer positions than tokens."""
-        shifts = self._memory.shifts[self._memory.texts.part]
-        if not any(shifts):
-            return positions
-        shifts += [0] * (len(positions) - len(shifts))  # rows that only fill a shape
-        return positions + torch.tensor(shifts, device=positions.device)[:, None]
-
-    def _pass_masks(self, slots: Tensor, tree: Tree | None) -> PassMasks:
-        texts = self._memory.texts
-        if tree is not None:
-            return PassMasks.tree(slots, texts.end, tree)
-        if slots.shape[1] == 1 and texts.last_sees_all and not self._looks_at_distance:
-            return PassMasks.everything(slots, texts.end)  # a drafting step: nothing to compare
-        return PassMasks.chain(slots, texts.end)
-
-
-class DraftChains:
-    """Drafts chains for the first rows of a memory by graphs."""
-
-    def __init__(self, draft_graphs: DraftGraphs, memory: Memory, context: int | None) -> None:
-        self.draft_graphs, self._memory, self._context = draft_graphs, memory, context
-
-    def fits(self, wish: Wish) -> bool:
-        """Whether the graphs would stay within the model's context."""
-        lengths = self._memory.texts.lengths[: len(wish.fed)]
-        return not self._context or max(lengths) + self._room(wish) <= self._context
-
-    def draft(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        texts, sources = self._memory.texts, self._memory.sources
-        texts.reserve(self._room(wish), 0, len(wish.fed))
-        cross = sources.cross(texts.part, None) if sources else None
-        drafted = self.draft_graphs.run(wish, Room(texts.lengths[texts.part], texts.end, texts.taking_part, cross))
-        if drafted is not None:
-            fed = zip(wish.fed, wish.gammas, strict=True)
-            texts.advance([len(tokens) + max(gamma, 1) - 1 if tokens else 0 for tokens, gamma in fed])
-        return drafted
-
-    def _room(self, wish: Wish) -> int:
-        return self.draft_graphs.most_fed + sum(self.draft_graphs.steps(wish))
 
 
 NO_LOGITS = torch.empty(0, dtype=torch.long)
@@ -111,7 +76,7 @@ class PassRunner:
         )
         if result is not None:
             for states in self.recorded:
-                states.store(states.joined(result.states))
+                states.store(result.states)
         return result
 
     @contextmanager
@@ -141,5 +106,5 @@ class PassRunner:
                 **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
             )
         for states, by_place in seen:
-            states.store(states.joined(by_place))
+            states.store(by_place)
         return out.logits

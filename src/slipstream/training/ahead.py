@@ -23,10 +23,9 @@ from slipstream.files import atomic_write
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import plain_weight
 from slipstream.kernels.quantization import quantize
-from slipstream.models.heads.chains import Behind
 from slipstream.models.heads.eagle3 import SCALE, WEIGHTS, Eagle3, Eagle3Settings
 from slipstream.models.heads.hidden_states import LAST
-from slipstream.models.heads.scorer import Head
+from slipstream.models.heads.scorer import Behind, Head
 from slipstream.text.jsontext import json_text
 from slipstream.training.lessons import TextWindows
 from slipstream.training.objectives import objective_of

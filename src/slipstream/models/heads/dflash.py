@@ -18,12 +18,11 @@ from torch.nn.functional import pad
 from transformers import AutoModel
 
 from slipstream.core.draft import Tree
-from slipstream.core.protocols import HasModel, Shape
+from slipstream.core.protocols import HasModel
 from slipstream.execution.names import with_cache
 from slipstream.models.families import first_sentence
-from slipstream.models.heads.scorer import PREFILL_TOKENS, RecordsStates
+from slipstream.models.heads.scorer import PREFILL_TOKENS, OnTargetStates, RecordsStates
 from slipstream.models.loading.dropped_tensors import read_record
-from slipstream.models.memory import HFCache, Memory, OnMemory
 
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids", "hidden_size")
 
@@ -53,31 +52,19 @@ def load_dflash(source: str | Path, target: Any) -> Any:
     return net.to(target.device).eval()
 
 
-class DFlashScorer(OnMemory):
+class DFlashScorer(OnTargetStates):
     """A DFlash network and its cache (see `core.protocols.Scorer` for the contract). Chains only.
 
-    Its cache holds the target's states of all tokens but the pending one, and its rows are the first of the target's.
+    Its cache holds the target's states of all tokens but the pending one.
     """
-
-    source_form = None
-    context = None
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
         if not isinstance(target, RecordsStates):
             raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
-        self.name, self.vocab, self.device = name, target.vocab, target.device
+        super().__init__(target, [layer + 1 for layer in net.config.target_layer_ids], target.vocab, name)
         self.block_size = int(net.config.block_size)
         self._net, self._call = net, with_cache(net)
         self._embed, self._project = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-        self._states = target.record([layer + 1 for layer in net.config.target_layer_ids])
-        self._memory = Memory()
-        self._cache = HFCache(self._memory)
-
-    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move nothing: the cache holds no drafted tokens."""
-
-    def fix_shape(self, shape: Shape | None) -> None:
-        """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:

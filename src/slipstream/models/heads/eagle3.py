@@ -22,7 +22,7 @@ from slipstream.execution.names import CACHE
 from slipstream.kernels.packing import pack_layers, plain_weight
 from slipstream.kernels.quantization import Precision
 from slipstream.models.families import first_sentence
-from slipstream.models.heads.chains import Behind
+from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.dropped_tensors import read_record, read_tensors
 
 LAYERS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
@@ -187,7 +187,11 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
             f"{source} was made for a target with hidden size {settings.target_width} and {own.vocab_size} tokens, but "
             f"this one has {config.hidden_size} and {config.vocab_size}: use the target that it was trained for."
         )
-    tensors = {_renamed(name): tensor for name, tensor in read_tensors(source, _needed).items()}
+    # Some checkpoints also have computed tensors, or parts of the target; SpecForge calls the first layer `midlayer`.
+    found = read_tensors(source, lambda name: not name.endswith("inv_freq") and not name.startswith("verifier_"))
+    tensors = {
+        name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): tensor for name, tensor in found.items()
+    }
     scales = {name: tensors.pop(name + SCALE).float() for name in list(tensors) if name + SCALE in tensors}
     for name, scale in scales.items():
         tensors[name] = tensors[name] * scale.repeat_interleave(WEIGHTS.group, 1)[:, : tensors[name].shape[1]]
@@ -198,16 +202,6 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
         pack_layers(net, WEIGHTS)
     net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, for weights of any dtype
     return net.eval()
-
-
-def _needed(name: str) -> bool:
-    """Whether a tensor belongs to the draft: some checkpoints also have computed tensors, or parts of the target."""
-    return not name.endswith("inv_freq") and not name.startswith("verifier_")
-
-
-def _renamed(name: str) -> str:
-    """Return our name of a tensor: SpecForge calls the first layer `midlayer`."""
-    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
 def _fill(net: Eagle3, tensors: dict[str, Tensor], source: str | Path, target: Any) -> None:

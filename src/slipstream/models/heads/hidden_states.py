@@ -80,13 +80,13 @@ class HiddenStates:
         by_place = [seen[place] for place in self.places]
         return torch.cat([states.to(by_place[0].device) for states in by_place], -1)
 
-    def store(self, states: Tensor) -> None:
-        """Store states (rows, n, width) for the tokens of the memory's present pass."""
+    def store(self, states: Tensor | Mapping[int, Tensor]) -> None:
+        """Store states (rows, n, width), or those by place, for the tokens of the memory's present pass."""
+        states = states if isinstance(states, Tensor) else self.joined(states)
         self.memory.texts.update(self._number, *states.unsqueeze(1).tensor_split(2, -1))
 
     @property
     def last_layer(self) -> int:
-        """The place between the last layer and the norm after it."""
         return len(self._layers)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,41 @@ from slipstream.core.draft import Tree, padded
 from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
-from slipstream.execution.draft_graphs import DraftGraphs, Room, Wish, fed_slots
+from slipstream.execution.backends import draft_graphs
+from slipstream.execution.draft_graphs import FED, DraftGraphs, Room, Seat, Wish, fed_slots
+from slipstream.execution.masks import PassMasks, Sight
+from slipstream.execution.passes import GivenSlots
 from slipstream.kernels.packing import pack_layers
-from slipstream.models.heads.chains import Behind, head_graphs
 from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory, OnMemory
 
 PREFILL_TOKENS = 512
 """The columns of one prefill pass, which bounds the memory of masks and activations for long prompts."""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The context of the new tokens of a pass: `positions` (rows, n), `masks`, and the `cache` (None: no cache)."""
+
+    positions: Tensor
+    cache: Any
+    masks: PassMasks
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask (rows, 1, n, slots) of a layer with this window (None: no window)."""
+        return self.masks.mask(Sight(window), dtype)
+
+    @staticmethod
+    def within(slots: Tensor, end: int, cache: Any) -> Behind:
+        """Return the context of tokens at slots (rows, n).
+
+        There is no state before a text's first token: its slot is kept, so that slots count as the text's places do,
+        but no other token attends to it.
+        """
+        masks = PassMasks.chain(slots, end)
+        assert masks.allowed is not None
+        seen = masks.allowed & ((masks.others > 0)[:, None] | (slots == 0)[:, :, None])
+        return Behind((slots - 1).clamp(min=0), cache, replace(masks, allowed=seen))
 
 
 class Head(Protocol):
@@ -68,6 +95,29 @@ class Head(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HeadNetwork:
+    """A network on hidden states that drafts in a graph: step one reads the target's states, later ones its own.
+
+    The target's are (rows, fed, places, width), its own are (rows, 1, width).
+    """
+
+    head: Head
+
+    @property
+    def known(self) -> Tensor | None:
+        return self.head.targets
+
+    def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor]:
+        assert states is not None
+        if states.ndim == 4:
+            states = self.head.combine(states.flatten(2))
+        slots, end = seat.slots(tokens.shape[1]), seat.places.shape[0]
+        made = self.head(0, tokens, states, Behind.within(slots, end, GivenSlots(seat.stores, slots, end)))
+        last = made[:, -1:]
+        return self.head.own_logits(last)[:, 0], last
+
+
 @runtime_checkable
 class RecordsStates(Protocol):
     """A target that can record its hidden states for drafts."""
@@ -78,6 +128,25 @@ class RecordsStates(Protocol):
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places of every token, as long as the result lives."""
         ...
+
+
+class OnTargetStates(OnMemory):
+    """A Scorer with a cache of its own that drafts from the target's hidden states; its rows are the target's first."""
+
+    source_form = None
+    context = None
+
+    def __init__(self, target: RecordsStates, places: Sequence[int], vocab: int, name: str) -> None:
+        self.name, self.vocab, self.device = name, vocab, target.device
+        self._states = target.record(places)
+        self._memory = Memory()
+        self._cache = HFCache(self._memory)
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move nothing: drafted tokens are read again."""
+
+    def fix_shape(self, shape: Shape | None) -> None:
+        """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
 
 
 @dataclass
@@ -93,20 +162,15 @@ class _RoundTokens:
     layers: int = 1
 
 
-class HeadScorer(OnMemory):
+class HeadScorer(OnTargetStates):
     """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
 
-    Its rows are the first ones of the target. `rollback` also drops what was not read with the target's states.
+    `rollback` also drops what was not read with the target's states.
     """
 
-    source_form = None
-    context = None
-
     def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
-        self.name, self.head, self.vocab, self.device = name, head, head.vocab, target.device
-        self._states = target.record(head.places)
-        self._memory = Memory()
-        self._cache = HFCache(self._memory)
+        super().__init__(target, head.places, head.vocab, name)
+        self.head = head
         self._sure: list[int] = []  # per row: the tokens that all layers have read with the target's states
         self._fed: _RoundTokens | None = None
         self._last = torch.empty(0)  # the states (rows, 1, width) made at each row's last token
@@ -130,12 +194,6 @@ class HeadScorer(OnMemory):
         kept = [min(pair) for pair in zip(lengths, self._sure, strict=False)]
         super().rollback(kept)
         self._sure[: len(kept)] = kept
-
-    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move nothing: drafted tokens are read again."""
-
-    def fix_shape(self, shape: Shape | None) -> None:
-        """Do nothing: the shape of a draft's passes leaves the target's bits as they are."""
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
@@ -213,7 +271,9 @@ class HeadScorer(OnMemory):
         if self.head.depth == 1:
             if isinstance(self.head, nn.Module) and self.device.type == "cpu":
                 pack_layers(self.head)
-            self.draft_graphs = head_graphs(self.head, self.name, self.device, sizes, progress)
+            # In every round the network reads the tokens that the previous one kept again, and the pending token.
+            most_fed = max(FED, *sizes) + 1
+            self.draft_graphs = draft_graphs(HeadNetwork(self.head), self.name, self.device, sizes, most_fed, progress)
             self._memory.texts.least = self.draft_graphs.least
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,40 +13,9 @@ from transformers import PreTrainedModel
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.placement import input_device
-from slipstream.models.encoder_decoder import source_form
-from slipstream.models.families import logits_alone, refuse_dependence_on_passes
+from slipstream.models.encoder_decoder import encoded, source_form
+from slipstream.models.families import refuse_dependence_on_passes
 from slipstream.models.media.processor import run_with_media
-
-
-class Calls(Protocol):
-    """Calls a model, either on new tokens after a state or on a whole text.
-
-    `extra_inputs` are what the model reads besides the tokens: what `read` returns, or a row's media.
-    """
-
-    takes_positions: bool  # whether the model can be given the positions of tokens
-    joins_rows: bool
-    """Whether rows can share a pass; those of an encoder-decoder cannot, since each has a source of its own."""
-
-    @property
-    def form(self) -> SourceForm | None: ...
-
-    def read(self, source: Source | None) -> Any:
-        """Return the decoder's inputs for a source; None for a model without an encoder."""
-        ...
-
-    def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
-        """Return an output with logits (rows, n, vocab) of new tokens (rows, n) after a state (None: at the start)."""
-        ...
-
-    def state(self, out: Any) -> Any:
-        """Return the state in an output of the model; None if it has none."""
-        ...
-
-    def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        """Return the logits (1, n, vocab) of one text, without a state."""
-        ...
-
 
 UNLIKE_OTHERS = {
     "cpmant": "puts learned tokens of its own before every text, which its cache counts and its masks do not",
@@ -82,10 +51,13 @@ def calls_of(model: PreTrainedModel) -> Calls:
 
 
 class CausalCalls:
-    """Calls a causal language model, whose first pass over a row reads its images or sounds, too."""
+    """Calls a causal language model, whose first pass over a row reads its images or sounds, too.
+
+    `extra_inputs` are what the model reads besides the tokens: what `read` returns, or a row's media.
+    """
 
     form: SourceForm | None = None
-    joins_rows = True
+    joins_rows = True  # rows can share a pass
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
@@ -97,6 +69,7 @@ class CausalCalls:
         """Return None: there is no encoder."""
 
     def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
+        """Return an output with logits (rows, n, vocab) of new tokens (rows, n) after a state (None: at the start)."""
         known = {name: option for name, option in options.items() if name in self._takes}
         if extra_inputs is not None:
             if state is None:  # the first pass reads the whole text (1, n) of a row with media
@@ -113,7 +86,14 @@ class CausalCalls:
         return state_in(out)
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
-        return logits_alone(self.model, text)
+        """Return the logits (1, n, vocab) of one text by the model itself, without cache.
+
+        Positions are given as `generate` gives them: some models count from another number without them.
+        """
+        device = input_device(self.model)
+        tokens, places = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
+        positions = {"position_ids": places} if self.takes_positions else {}
+        return self.model(tokens, use_cache=False, **positions).logits
 
 
 class SourceCalls:
@@ -123,7 +103,7 @@ class SourceCalls:
     """
 
     takes_positions = False
-    joins_rows = False
+    joins_rows = False  # each has a source of its own
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
@@ -133,12 +113,7 @@ class SourceCalls:
     def read(self, source: Source | None) -> dict[str, Any]:
         if source is None:
             raise ValueError(f"{type(self.model).__name__} is an encoder-decoder: every row needs a source.")
-        cut_source, encoder = self.form.cut(source), self.model.get_encoder()
-        if isinstance(cut_source, Tensor):
-            return {"encoder_outputs": encoder(cut_source[None].to(input_device(self.model), self.model.dtype))}
-        ids = torch.tensor([cut_source], device=input_device(self.model))
-        mask = torch.ones_like(ids)
-        return {"encoder_outputs": encoder(input_ids=ids, attention_mask=mask), "attention_mask": mask}
+        return encoded(self.model, [self.form.cut(source)])
 
     def __call__(self, tokens: Tensor, state: Any, extra_inputs: Any, **options: Any) -> Any:
         return self._call(decoder_input_ids=tokens, cache=state, use_cache=True, **extra_inputs)
@@ -149,3 +124,6 @@ class SourceCalls:
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
         tokens = torch.tensor([text], device=input_device(self.model))
         return self.model(decoder_input_ids=tokens, use_cache=False, **self.read(source)).logits
+
+
+Calls = CausalCalls | SourceCalls

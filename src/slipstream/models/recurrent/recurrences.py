@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,6 @@ from slipstream.kernels.recurrences import (
 )
 
 Read = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class Recurrence(Protocol):
-    """The inputs of one layer's recurrence in a pass."""
-
-    @property
-    def start(self) -> Tensor:
-        """The state (rows, heads, ...) before the pass."""
-        ...
-
-    def read(self) -> Read:
-        """Return its inputs besides the state, in the order of its fields."""
-        ...
-
-    def state_after(self, row: int, count: int) -> Tensor:
-        """Return the state (1, heads, ...) of a row after the first `count` tokens, at least one."""
-        ...
 
 
 def by_kernel(start: Tensor, count: int) -> bool:
@@ -81,9 +64,11 @@ class GatedDeltaRule:
         )
 
     def read(self) -> Read:
+        """Return the inputs of the recurrence besides the state, in the order of the fields."""
         return self.keys, self.values, self.decays, self.strengths
 
     def state_after(self, row: int, count: int) -> Tensor:
+        """Return the state (1, heads, ...) of a row after the first `count` tokens, at least one."""
         start = self.start[row : row + 1]
         keys, values, decays, strengths = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
@@ -152,6 +137,8 @@ class StateSpace:
         added = torch.einsum("rthp,rthn->rhpn", inputs * left, into)
         return total[:, -1].exp()[..., None, None] * start.float() + added
 
+
+Recurrence = GatedDeltaRule | StateSpace  # the inputs of one layer's recurrence in a pass
 
 # ---- recording --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,19 +122,6 @@ class Rewind:
         return state
 
 
-class RowState(Protocol):
-    """The state of one row after a pass, which may be shortened by some tokens."""
-
-    @property
-    def state(self) -> Any:
-        """The transformers cache of this row alone."""
-        ...
-
-    def shortened(self, tokens: int) -> RowState | None:
-        """Return the state without the last `tokens` tokens; None if it cannot be computed."""
-        ...
-
-
 @dataclass(frozen=True)
 class Settled:
     """A state that cannot be shortened."""
@@ -142,7 +129,7 @@ class Settled:
     state: Any
 
     def shortened(self, tokens: int) -> None:
-        """See `RowState`."""
+        """Return None: the state without its last tokens is not known."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +151,9 @@ class Within:
 
     def shortened(self, tokens: int) -> Within | None:
         return Within(self.rewind, self.row, self.count - tokens) if tokens < self.count else None
+
+
+RowState = Settled | Within  # the state of one row after a pass
 
 
 def rewindable(states: Sequence[Any], count: int, run: Callable[[Any], Any]) -> tuple[Any, Rewind]:
