@@ -26,8 +26,8 @@ from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
 from slipstream.measure.environment import parameters
 from slipstream.measure.replay import request_for
-from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.loading.pairings import EMBEDDED
+from slipstream.models.loading.twins import encoder_dtype
 
 DRAFT = "embedded draft"
 

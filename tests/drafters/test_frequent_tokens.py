@@ -30,9 +30,8 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.loading.cut_head import with_kept_tokens
 from slipstream.models.loading.load import load_scorer
-from slipstream.models.loading.twins import quantized_part
+from slipstream.models.loading.twins import quantized_part, with_kept_tokens
 from slipstream.models.tables import TableScorer
 from terminal import run
 from toys.drafts import Altered, law_error, propose, text_law

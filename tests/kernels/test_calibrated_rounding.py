@@ -19,9 +19,8 @@ from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear, packed, quantized
 from slipstream.kernels.quantization import Codes, Precision, quantize
 from slipstream.models.loading import kept_codes
-from slipstream.models.loading.cut_head import with_kept_tokens
 from slipstream.models.loading.kept_codes import input_products, own_text
-from slipstream.models.loading.twins import quantized_twin
+from slipstream.models.loading.twins import quantized_twin, with_kept_tokens
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, tiny
 

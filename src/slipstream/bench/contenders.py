@@ -23,8 +23,8 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels.packing import PackedLinear
 from slipstream.measure.environment import scorers
 from slipstream.measure.replay import request_for
-from slipstream.models.loading.encoder_dtype import encoder_dtype
 from slipstream.models.loading.load import load_model
+from slipstream.models.loading.twins import encoder_dtype
 
 Play = Callable[[Decoder, Sequence[Request]], Iterator[Round]]  # decodes requests, as `rounds` does
 

@@ -24,7 +24,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.requests import Prompt
 from slipstream.kernels.packing import precision_of
-from slipstream.models.loading.encoder_dtype import encoder_dtype
+from slipstream.models.loading.twins import encoder_dtype
 
 __all__ = ["CheckHalf", "CheckReport", "CheckSettings", "Control", "Difference", "Finding", "check"]
 

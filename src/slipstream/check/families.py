@@ -36,7 +36,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.families import first_sentence
+from slipstream.files import first_sentence
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
 

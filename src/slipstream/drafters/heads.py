@@ -30,7 +30,7 @@ from slipstream.drafters.sampled import sample_block
 from slipstream.files import TensorFileKind, save_tensors
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import RecordsStates
-from slipstream.models.loading.cut_head import CutHead
+from slipstream.models.loading.twins import CutHead
 from slipstream.text.jsontext import json_text
 
 FILE = "heads.safetensors"

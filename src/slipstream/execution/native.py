@@ -18,8 +18,9 @@ from slipstream.execution.passes import (
     tensors_of_pass,
     traced_pass,
 )
-from slipstream.execution.programs import Program, first_line, recorded
+from slipstream.execution.programs import Program, recorded
 from slipstream.execution.recording import Recording
+from slipstream.files import first_sentence
 from slipstream.kernels.packing import inputs_as_they_are
 
 
@@ -50,7 +51,7 @@ class Native:
             try:
                 self._recordings[places] = self._recorded(work, stores, inputs, places, watching)
             except Exception as error:  # of any type, from the model's own code on small tensors
-                self.fault = f"{self.name} runs without a program: {first_line(error)}"
+                self.fault = f"{self.name} runs without a program: {first_sentence(error)}"
                 return None
         if (program := self._programs.get((places, logits))) is None:
             kept = [number for number in range(1 + len(places)) if logits or number]

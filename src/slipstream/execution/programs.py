@@ -265,9 +265,3 @@ def _words(
     words += [len(slots), *(word for slot in slots for word in slot)]
     words += [len(arrays), *(word for array in arrays for word in array.words)]
     return [*words, len(steps), *body]
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, or its type without one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

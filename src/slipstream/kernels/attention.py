@@ -76,36 +76,22 @@ def attend(
         and bool(getattr(module, "is_causal", True) if asked is None else asked)
     )
     more = others.get("dropout") or any(others.get(name) is not None for name in UNKNOWN)
-    known = _fits(query, key, value) and not more
+    same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1]
+    known = same and query.dtype in STEP and query.device.type == "cpu" and not more
     if not known or (causal and query.shape[2] != key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    added = _causal_mask(query) if causal else _additive(attention_mask, query.dtype)
+    least, added = torch.finfo(query.dtype).min, attention_mask
+    if causal:  # every token sees itself and those before it
+        added = torch.full(2 * (query.shape[2],), least, dtype=query.dtype).triu(1)[None, None]
+    elif added is not None and added.dtype == torch.bool:  # True marks the keys that are seen
+        added = torch.zeros_like(added, dtype=query.dtype).masked_fill(~added, least)
+    elif added is not None:
+        added = added.to(query.dtype)
     bias = others.get("position_bias")
     if added is not None and bias is not None:
         bias = added + bias
     return panel_attention(query, key, value, added if bias is None else bias, scaling or query.shape[-1] ** -0.5), None
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1]
-    return same and query.dtype in STEP and query.device.type == "cpu"
-
-
-def _causal_mask(query: Tensor) -> Tensor:
-    """Return the mask (1, 1, n, n) with which every token sees itself and those before it."""
-    count = query.shape[2]
-    hidden = torch.full((count, count), torch.finfo(query.dtype).min, dtype=query.dtype)
-    return hidden.triu(1)[None, None]
-
-
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask to add to the scores; in a boolean mask, True marks the keys that are seen."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask if mask is None else mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-
-
 AttentionInterface.register(NAME, attend)
-
-
 AttentionMaskInterface.register(NAME, sdpa_mask)

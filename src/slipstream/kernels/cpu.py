@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from slipstream.files import first_sentence
 from slipstream.kernels import laws, library, recurrences
 from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
@@ -78,8 +79,7 @@ def _reason(error: Exception) -> str:
     """Return the first line of an error without a full stop; for an error of the system, the file and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].removesuffix(".") if lines else type(error).__name__
+    return first_sentence(error).removesuffix(".")
 
 
 def _check() -> None:

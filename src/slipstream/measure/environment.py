@@ -20,7 +20,7 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels import library
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear, precision_of
-from slipstream.models.loading.encoder_dtype import encoder_dtype
+from slipstream.models.loading.twins import encoder_dtype
 
 PACKAGES = ("slipstream", "transformers")
 CPUINFO = Path("/proc/cpuinfo")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.core.protocols import Scorer
 from slipstream.core.source import Source
+from slipstream.files import first_sentence
 from slipstream.kernels.attention import NAME as ATTENTION
 from slipstream.kernels.placement import is_sharded
 
@@ -188,8 +189,3 @@ def longrope_switch(config: Any) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
     return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
-
-
-def first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -73,15 +73,19 @@ def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
     return part
 
 
-def find_layers(model: nn.Module, name: str) -> tuple[list[str], nn.ModuleList]:
+def find_layers(model: Any, name: str) -> tuple[list[str], nn.ModuleList]:
     """Return the path to the list of the model's layers, and the list. Raises ValueError if there is no such list."""
-    if _text_config(model).is_encoder_decoder:
+    config: Any = model.config.get_text_config()
+    if config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder: only causal models can draft with some of their layers.")
-    count = getattr(_text_config(model), "num_hidden_layers", None)
+    count = getattr(config, "num_hidden_layers", None)
     lists = [
         (path.split("."), module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and _attends(module)
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        # Other lists (of norms, of experts) may be as long, but do not attend.
+        and all(any(hasattr(part, "layer_idx") for part in layer.modules()) for layer in module)
     ]
     if len(lists) != 1:
         raise ValueError(
@@ -90,14 +94,13 @@ def find_layers(model: nn.Module, name: str) -> tuple[list[str], nn.ModuleList]:
     return lists[0]
 
 
-def _attends(layers: nn.ModuleList) -> bool:
-    """Whether these are layers that attend: other lists (of norms, of experts) may be as long."""
-    return all(any(hasattr(module, "layer_idx") for module in layer.modules()) for layer in layers)
-
-
 def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
     path, layers = find_layers(model, name)
-    config = _config_of(model.config, kept)
+    config = copy.deepcopy(model.config.get_text_config())
+    for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
+        if isinstance(values := getattr(config, entry, None), list):
+            setattr(config, entry, [values[layer] for layer in kept])
+    config.num_hidden_layers = len(kept)
     top = parent = _twin(model, config, name)
     for step in path[:-1]:
         child = _twin(getattr(parent, step), config, name)
@@ -122,16 +125,3 @@ def _twin(module: Any, config: Any, name: str) -> Any:
             own.text_config = config
         twin.config = own
     return twin
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config()
-
-
-def _config_of(config: Any, kept: Sequence[int]) -> Any:
-    text = copy.deepcopy(config.get_text_config())
-    for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
-        if isinstance(values := getattr(text, entry, None), list):
-            setattr(text, entry, [values[layer] for layer in kept])
-    text.num_hidden_layers = len(kept)
-    return text

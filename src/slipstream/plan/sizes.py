@@ -21,6 +21,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.execution.passes import Mode
 from slipstream.files import atomic_write
+from slipstream.measure.environment import parameters
 from slipstream.models.loading.load import load_scorer
 from slipstream.plan.measure import PlanTask, sweep
 from slipstream.text.jsontext import json_text
@@ -88,14 +89,9 @@ def measure_candidates(
     for name, model in models.items():
         scorer = load_scorer(copy.deepcopy(model).eval().to(target.model.dtype), mode=mode)
         drafters[name] = ModelDrafter(scorer, target.vocab)
-    whole = _parameters(target.model)
+    whole = parameters(target.model)
     costs = draft_costs(engine, drafters, texts, gamma, step)
-    return [Candidate.of(name, _parameters(model) / whole, costs[name]) for name, model in models.items()]
-
-
-def _parameters(model: Any) -> int:
-    """Return the number of a model's parameters; shared ones count once, and packed weights (buffers) are included."""
-    return sum({id(part): part.numel() for part in (*model.parameters(), *model.buffers())}.values())
+    return [Candidate.of(name, parameters(model) / whole, costs[name]) for name, model in models.items()]
 
 
 NEW_TOKENS = 24  # the number of tokens generated behind each text while costs are measured, or more for large gammas

@@ -1,11 +1,10 @@
 """Speculative execution of any stochastic process: a cheap f' drafts, and the trajectories have the law of f."""
 
 from slipstream.processes.costs import Costs, measure
-from slipstream.processes.executors import Pooled
 from slipstream.processes.laws import Discrete, Gaussian, Laws, Mixture, reject_until
 from slipstream.processes.numbers import Numbers
 from slipstream.processes.rounds import Kernel, ProcessRound
-from slipstream.processes.runs import Run, Speculation, simulate
+from slipstream.processes.runs import Pooled, Run, Speculation, simulate
 
 __all__ = [
     "Costs",

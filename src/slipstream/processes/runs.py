@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from slipstream.core.stats import Stats
 from slipstream.core.values import whole_number
+from slipstream.processes.laws import Laws
 from slipstream.processes.rounds import Chains, Kernel, ProcessRound, play_round
 
 Watch = Callable[[ProcessRound], object]  # a function that receives every round of a run
@@ -107,3 +109,24 @@ def _count(round: ProcessRound, taken: Tensor) -> Stats:
         drafted_by_position=[int((round.lengths > place).sum()) for place in range(width)],
         accepted_by_position=[int((accepted > place).sum()) for place in range(width)],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A kernel that calls f for parts of the states in the workers of a pool of threads or processes.
+
+    Threads help if f waits or releases Python's lock (torch, numpy, a simulator that is another program); for processes
+    f must be picklable. The caller closes the pool. Raises ValueError for workers below 1.
+    """
+
+    kernel: Kernel
+    pool: Executor
+    workers: int
+
+    def __post_init__(self) -> None:
+        whole_number("workers", self.workers, 1)
+
+    def __call__(self, states: Tensor, times: Tensor) -> Laws:
+        parts = min(self.workers, len(states))
+        laws = list(self.pool.map(self.kernel, states.tensor_split(parts), times.tensor_split(parts)))
+        return laws[0].join(laws[1:])

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from slipstream.core.values import check_least
-from slipstream.models.families import first_sentence
+from slipstream.files import first_sentence
 
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "d_ff")
 """The names of the width inside a feed-forward layer, in the configurations of model families."""

@@ -12,8 +12,8 @@ import slipstream
 from reference import TOLERANCE, contract, rounding, source
 from slipstream.core.source import Source
 from slipstream.kernels.packing import can_pack, packed
-from slipstream.models.loading.encoder_dtype import encoder_dtype, with_encoder_dtype
 from slipstream.models.loading.load import load_model, load_scorer
+from slipstream.models.loading.twins import encoder_dtype, with_encoder_dtype
 from toys import FAMILIES, SEQ2SEQ, tiny
 
 SOURCES = [[5, 9, 4, 17, 3, 8, 11], [7, 3, 12]]

@@ -19,9 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from slipstream.execution.names import CACHE
+from slipstream.files import first_sentence
 from slipstream.kernels.packing import pack_layers, plain_weight
 from slipstream.kernels.quantization import Precision
-from slipstream.models.families import first_sentence
 from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.dropped_tensors import read_record, read_tensors
 

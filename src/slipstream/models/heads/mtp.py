@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from slipstream.execution.names import CACHE
-from slipstream.models.families import first_sentence
+from slipstream.files import first_sentence
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.dropped_tensors import tensor_names

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from slipstream.models.families import first_sentence
+from slipstream.files import first_sentence
 from slipstream.models.loading.gguf_place import files_in
 from slipstream.models.loading.pairings import PAIRINGS, pairing_of
 

@@ -26,15 +26,14 @@ from transformers import (
 
 from slipstream.execution.backends import execution
 from slipstream.execution.passes import EAGER, Mode
+from slipstream.files import first_sentence
 from slipstream.kernels.packing import can_pack, is_packed
 from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.kernels.threads import use_threads
 from slipstream.models.causal import CausalScorer
-from slipstream.models.families import first_sentence, refuse_unsupported
+from slipstream.models.families import refuse_unsupported
 from slipstream.models.loading.adapters import read_adapter, with_adapter
-from slipstream.models.loading.cut_head import with_kept_tokens
 from slipstream.models.loading.dropped_tensors import read_record
-from slipstream.models.loading.encoder_dtype import with_encoder_dtype
 from slipstream.models.loading.faults import (
     has_tokenizer,
     model_fault,
@@ -58,7 +57,7 @@ from slipstream.models.loading.quantized import (
     load_quantized,
     stored_quantization,
 )
-from slipstream.models.loading.twins import packed_twin, quantized_twin
+from slipstream.models.loading.twins import packed_twin, quantized_twin, with_encoder_dtype, with_kept_tokens
 from slipstream.models.recurrent.scorer import StateScorer
 
 # ---- loading ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.models.families import allowed_gap, first_sentence
+from slipstream.files import first_sentence
+from slipstream.models.families import allowed_gap
 from slipstream.models.loading.load import load_model
 from slipstream.models.loading.origin import Origin
 from slipstream.models.loading.twins import logits_gap

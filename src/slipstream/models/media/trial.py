@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from slipstream.core.media import Modality
-from slipstream.models.families import first_sentence
+from slipstream.files import first_sentence
+from slipstream.models.families import allowed_gap, spread_gap
 from slipstream.models.media.processor import MediaProcessor, run_with_media
 
 PROVEN = {
@@ -56,7 +56,7 @@ def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> Non
 
 @torch.inference_mode()
 def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[float, float]:
-    prompt, media = processor.text("one two three", {modality: [EXAMPLES[modality](processor)]})
+    prompt, media = processor.text("one two three", {modality: [_example(processor, modality)]})
     if media is None:
         raise ValueError("its processor makes nothing of it")
     again = prompt[-2]  # a token of the text: the first one may be a placeholder
@@ -69,24 +69,12 @@ def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[fl
     scorer.rollback([len(prompt)])
     ours.append(scorer.extend(torch.tensor([[again]], device=scorer.device), [1])[0, :1])
     fresh, _ = run_with_media(scorer.model, [*prompt, again], media)
-    wanted = fresh.logits[0, -2:].float()
-    gap = float((torch.cat(ours).float() - wanted).abs().max() / wanted.std())
-    return gap, 0.01 if scorer.model.dtype in {torch.float32, torch.float64} else 0.3
+    return spread_gap(torch.cat(ours).float(), fresh.logits[0, -2:].float()), allowed_gap(scorer.model.dtype)
 
 
-def _picture(processor: MediaProcessor) -> np.ndarray:
-    """Return an image (64, 64, 3) that gets brighter from top to bottom."""
-    return np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
-
-
-def _sound(processor: MediaProcessor) -> np.ndarray:
-    """Return one second of a rising tone (n,), at the processor's sampling rate."""
+def _example(processor: MediaProcessor, modality: Modality) -> np.ndarray:
+    """Return an image (64, 64, 3) that gets brighter from top to bottom, or one second of a rising tone (n,)."""
+    if modality is Modality.IMAGE:
+        return np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
     seconds = np.arange(processor.rate, dtype=np.float32) / processor.rate
     return np.sin(2 * np.pi * (200 + 400 * seconds) * seconds).astype(np.float32)
-
-
-EXAMPLES: dict[Modality, Callable[[MediaProcessor], np.ndarray]] = {
-    Modality.IMAGE: _picture,
-    Modality.AUDIO: _sound,
-}
-"""The functions that make a small example of each kind of media."""

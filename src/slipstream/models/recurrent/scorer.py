@@ -22,15 +22,16 @@ from slipstream.core.draft import Tree
 from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
+from slipstream.files import first_sentence
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import input_device
 from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import first_sentence, longest_text, probe, windows_of
+from slipstream.models.families import longest_text, probe, windows_of
 from slipstream.models.heads.hidden_states import HiddenStates, Records
 from slipstream.models.media.processor import RowMedia, modalities_of
 from slipstream.models.recurrent.calls import calls_of
 from slipstream.models.recurrent.recurrences import observe
-from slipstream.models.recurrent.rewinding import Rewind, RowState, Settled, Within, apart, joined, rewindable, size
+from slipstream.models.recurrent.rewinding import RowState, Settled, Within, apart, joined, rewindable, size
 
 PREFILL_TOKENS = 512  # the tokens of one prefill pass, which bounds the memory of activations for long prompts
 
@@ -191,14 +192,14 @@ class StateScorer:
         if self._costs is None:
             with torch.inference_mode():
                 extra_inputs = self._calls.read(self.source_form.example(2) if self.source_form else None)
-                short, long = (self._size_of([0] * count, extra_inputs) for count in (1, 9))
+                made = (
+                    self._run([], 0, torch.zeros(1, count, dtype=torch.long, device=self.device), 1, extra_inputs)[1]
+                    for count in (1, 9)
+                )
+                short, long = (sum(size(kept.state) for kept in states) for states in made)
             self._costs = short - (long - short) // 8, (long - short) // 8
         fixed, each = self._costs
         return sum(2 * (fixed + each * length) for length in lengths)
-
-    def _size_of(self, text: list[int], extra_inputs: Any) -> int:
-        tokens = torch.tensor([text], device=self.device)
-        return sum(size(kept.state) for kept in self._run([], 0, tokens, 1, extra_inputs)[1])
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places (see `HiddenStates`) of every token from now on.
@@ -233,7 +234,9 @@ class StateScorer:
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        whole = [bool(text) and self._has_unread_media(row) for row, text in enumerate(texts, first)]
+        # Unread media take all of a row's text.
+        unread = [isinstance(each, RowMedia) and not self.lengths[row] for row, each in enumerate(self._extra_inputs)]
+        whole = [bool(text) and unread[row] for row, text in enumerate(texts, first)]
         if any(whole):
             self._feed([list(text) if now else [] for text, now in zip(texts, whole, strict=True)], first, keep=1)
             texts = [() if now else text for text, now in zip(texts, whole, strict=True)]
@@ -242,13 +245,13 @@ class StateScorer:
         # A prompt is never rolled back by a few tokens, so its earlier states are dropped.
         self._cache.rollback(self._cache.lengths[: first + len(texts)])
 
-    def _has_unread_media(self, row: int) -> bool:
-        return isinstance(self._extra_inputs[row], RowMedia) and not self.lengths[row]
-
     def _feed(self, fed: Sequence[list[int]], first: int, keep: int) -> dict[int, Tensor]:
         for place, tokens in enumerate(fed):
-            if tokens:
-                self._bring_forward(first + place)
+            row, known = first + place, self._cache.known(first + place)
+            if tokens and (lost := self._texts[row][known:]):  # accepted tokens that its state lost in a rollback
+                again = torch.tensor([lost], device=self.device)
+                _, (state,) = self._run(self._states([row]), known, again, 1, self._extra_inputs[row])
+                self._cache.bring_forward(row, state)
         self._cache.reserve(max(map(len, fed), default=0), first, first + len(fed))
         by_place: dict[int, Tensor] = {}
         for places in self._groups(fed, first):
@@ -264,14 +267,6 @@ class StateScorer:
                 by_place[place] = some
         self._cache.advance([len(tokens) for tokens in fed])
         return by_place
-
-    def _bring_forward(self, row: int) -> None:
-        """Read again the accepted tokens of a row that its state lost in a rollback."""
-        known = self._cache.known(row)
-        if lost := self._texts[row][known:]:
-            again = torch.tensor([lost], device=self.device)
-            _, (state,) = self._run(self._states([row]), known, again, 1, self._extra_inputs[row])
-            self._cache.bring_forward(row, state)
 
     def _states(self, rows: Sequence[int]) -> list[Any]:
         """Return the states of some rows as transformers keeps them; rows that have read nothing are left out."""
@@ -297,7 +292,8 @@ class StateScorer:
         width = 1 if self._alone and not keep else self.way.width
         count = tokens.shape[1]
         if self.way.rewinds and not keep and known and width is None and (count > 1 or self._steps_by_kernel):
-            out, rewind = self._rewindable(states, known, tokens, extra_inputs)
+            self._records.forget()
+            out, rewind = rewindable(states, count, lambda state: self._call(tokens, state, known, extra_inputs, 0))
             return out.logits, [Within(rewind, row, count) for row in range(len(tokens))]
         state = joined(states) if known else None
         logits = []
@@ -309,12 +305,6 @@ class StateScorer:
             logits.append(out.logits)
             known, tokens = known + step.shape[1], tokens[:, step.shape[1] :]
         return torch.cat(logits, 1), [Settled(each) for each in apart(state, len(out.logits))]
-
-    def _rewindable(self, states: Sequence[Any], known: int, tokens: Tensor, extra_inputs: Any) -> tuple[Any, Rewind]:
-        """Run a pass that can be rolled back within, by graphs if possible -> the model's output, and its `Rewind`."""
-        self._records.forget()
-        count = tokens.shape[1]
-        return rewindable(states, count, lambda state: self._call(tokens, state, known, extra_inputs, 0))
 
     def _call(self, tokens: Tensor, state: Any, known: int, extra_inputs: Any, keep: int) -> Any:
         places = torch.arange(known, known + tokens.shape[1], device=self.device).repeat(len(tokens), 1)
