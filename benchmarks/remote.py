@@ -46,7 +46,7 @@ from slipstream.engine.load import embedded, load
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import beats
 from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
-from slipstream.plan.predict import AcceptanceCounts, Outline, PlanCosts, predict
+from slipstream.plan.predict import AcceptanceCounts, PlanCosts, predict
 
 QUESTIONS = 60
 """The number of requests of which the round-trip time is the median."""
@@ -187,10 +187,9 @@ def lines(
 ) -> list[dict[str, Any]]:
     """Return the measured and the predicted speed-up for each gamma at one delay."""
     tallies, costs = known
-    outline = Outline(max(found), length, replicates=100, gammas=tuple(found))
-    outlook = predict(tallies, replace(costs, delay=place.away), outline)
+    outlook = predict(tallies, replace(costs, delay=place.away), tuple(found), length, replicates=100)
     shared = tuple(replace(beat, target=beat.target * place.slower) for beat in costs.speculative)
-    here = predict(tallies, replace(costs, delay=place.away, speculative=shared), outline)
+    here = predict(tallies, replace(costs, delay=place.away, speculative=shared), tuple(found), length, replicates=100)
     made = []
     for prediction, on_one_machine in zip(outlook.predictions, here.predictions, strict=True):
         pairs = found[prediction.gamma]

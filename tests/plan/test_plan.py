@@ -48,9 +48,9 @@ from slipstream.plan import measure, predict
 from slipstream.plan import planner as run
 from slipstream.plan.exports import export
 from slipstream.plan.from_figures import as_curve, promise
-from slipstream.plan.measure import Ledger, PlanTask, Sweep, sweep
+from slipstream.plan.measure import PlanTask, Sweep, sweep
 from slipstream.plan.planner import PlanSettings, make
-from slipstream.plan.predict import AcceptanceCounts, Outline, PlanCosts, Survival, emitting, states, survival
+from slipstream.plan.predict import AcceptanceCounts, PlanCosts, Survival, emitting, states, survival
 from slipstream.theory import walltime_factor
 from terminal import run as terminal_run
 from toys import FAMILIES, HF_VOCAB, Clock, rare, tiny
@@ -273,8 +273,8 @@ def test_texts_with_easy_stretches() -> None:
         easy = easy if rng.random() > 1 / 30 else not easy
         marks.append(rng.random() < (0.95 if easy else 0.2))
 
-    def replay(asked: Callable[[int], int]) -> tuple[float, Ledger]:
-        ledger, place, count = Ledger(8), 0, 0
+    def replay(asked: Callable[[int], int]) -> tuple[float, AcceptanceCounts]:
+        ledger, place, count = AcceptanceCounts.blank(8), 0, 0
         while place + 9 < len(marks):
             gamma = asked(count)
             run_ = next((i for i in range(gamma) if not marks[place + i]), gamma)
@@ -283,7 +283,7 @@ def test_texts_with_easy_stretches() -> None:
         return place / count, ledger
 
     sweeping = Sweep(8)
-    tally = replay(lambda count: sweeping.gammas(count, [None])[0])[1].tally  # type: ignore[list-item]
+    tally = replay(lambda count: sweeping.gammas(count, [None])[0])[1]  # type: ignore[list-item]
     pooled, kept = survival([tally]), states([tally])
     errors = {"pooled": 0.0, "states": 0.0}
     for gamma in (2, 8):
@@ -345,7 +345,6 @@ def test_intervals_cover() -> None:
     with chance 1e-4; one over rounds instead of prompts would cover about half of them and fail."""
     plain, rounds_ = tuple([beat(1)] * 3), tuple([beat(3, 1.5)] * 3)
     costs, rng, hits = PlanCosts(1, plain, rounds_, (2,)), random.Random(7), 0
-    outline = Outline(2, 50, replicates=100, gammas=(2,))
     mean = [sum(x**i for x in (0.3, 0.5, 0.9)) / 3 for i in (1, 2)]
     truth = (1 + sum(mean)) / 1.5
     for _ in range(60):
@@ -355,7 +354,7 @@ def test_intervals_cover() -> None:
             kept = [min(2, next(i for i in range(9) if i == 8 or rng.random() > alpha)) for _ in range(40)]
             first, second = sum(k >= 1 for k in kept), sum(k >= 2 for k in kept)
             tallies.append(AcceptanceCounts((40, first), (first, second), alpha * 40, 40))
-        found = predict.predict(tallies, costs, outline).best
+        found = predict.predict(tallies, costs, (2,), 50, replicates=100).best
         hits += found.low <= truth * found.factor / found.long <= found.high
     assert hits >= 45
 

@@ -100,16 +100,29 @@ class BlockedLinear(PackedLinear):
         return self.weight.to_dense()
 
 
-class QuantizedLinear(PackedLinear):
-    """A quantized linear layer by our own kernel: whole numbers with a scale for each group.
-
-    It reads half or a quarter of the memory.
-    """
+class _InCodes(nn.Module):
+    """A layer whose weight is codes, in buffers."""
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     steps: Tensor | None
+
+    def _hold(self, panels: QuantizedPanels) -> None:
+        for name, tensor in panels._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def panels(self) -> QuantizedPanels:
+        return QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
+
+
+class QuantizedLinear(_InCodes, PackedLinear):
+    """A quantized linear layer by our own kernel: whole numbers with a scale for each group.
+
+    It reads half or a quarter of the memory.
+    """
+
     order: Tensor | None
     weight: Tensor
 
@@ -131,13 +144,8 @@ class QuantizedLinear(PackedLinear):
         self.precision, self.bias, self.whole = precision, layer.bias, whole
         # It is empty; some models, as T5, read the dtype of a weight to convert their inputs.
         self.register_buffer("weight", torch.empty(0, dtype=layer.weight.dtype), persistent=False)
-        for name, tensor in panels._asdict().items():
-            self.register_buffer(name, tensor, persistent=False)
+        self._hold(panels)
         self.register_buffer("order", order, persistent=False)
-
-    @property
-    def panels(self) -> QuantizedPanels:
-        return QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
 
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs if self.order is None else inputs.index_select(-1, self.order)
@@ -162,16 +170,11 @@ def inputs_as_they_are(model: nn.Module) -> Iterator[bool]:
             each.whole = True
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(_InCodes):
     """Input embeddings that stay quantized: tokens (...) -> (..., width), dequantized row by row.
 
     Those of a tied head are the head's panels, so that they take no memory.
     """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    steps: Tensor | None
 
     scale: Tensor | None
 
@@ -181,21 +184,19 @@ class QuantizedEmbedding(nn.Module):
         self.register_buffer("scale", None if scale is None else torch.as_tensor(scale), persistent=False)
         self.precision, self.dtype, self.padding_idx = precision, layer.weight.dtype, layer.padding_idx
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
-        for name, tensor in panels._asdict().items():
-            self.register_buffer(name, tensor, persistent=False)
+        self._hold(panels)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        panels = QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
-        rows = quantized_rows(tokens.reshape(-1), panels, self.precision.bits, self.embedding_dim)
-        rows = rows.to(self.dtype).view(*tokens.shape, self.embedding_dim)
+        rows = self._rows(tokens.reshape(-1)).view(*tokens.shape, self.embedding_dim)
         return rows if self.scale is None else rows * self.scale.to(self.dtype)
 
     @property
     def weight(self) -> Tensor:
         """The embeddings of all tokens without the factor, made anew at each call."""
-        panels = QuantizedPanels(self.codes, self.scales, self.zeros, self.steps)
-        rows = quantized_rows(torch.arange(self.num_embeddings), panels, self.precision.bits, self.embedding_dim)
-        return rows.to(self.dtype)
+        return self._rows(torch.arange(self.num_embeddings))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return quantized_rows(tokens, self.panels, self.precision.bits, self.embedding_dim).to(self.dtype)
 
 
 def can_embed(layer: nn.Module) -> bool:

@@ -17,7 +17,6 @@ from slipstream.core.protocols import Controller, Drafter, Scorer
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.source import SourceFrame
-from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
@@ -82,37 +81,12 @@ class PlanTask:
         return [range(start, min(start + size, len(self.texts))) for start in range(0, len(self.texts), size)]
 
 
-class Ledger:
-    """The mutable counts of tested and kept tokens of one text; see `AcceptanceCounts`."""
-
-    def __init__(self, most: int) -> None:
-        self.tested, self.kept = [0] * most, [0] * most
-        self.flow_tested, self.flow_kept = [0] * most, [0] * most
-        self.flowing = False  # whether the previous round kept its whole draft
-        self.stats = Stats()
-
-    def add(self, room: int, accepted: int) -> None:
-        """Count a round that asked for `room` tokens and kept `accepted` of them."""
-        for place in range(min(room, accepted + 1)):
-            kept = place < accepted
-            self.tested[place] += 1
-            self.kept[place] += kept
-            self.flow_tested[place] += self.flowing
-            self.flow_kept[place] += self.flowing and kept
-        self.flowing = 0 < room == accepted
-
-    @property
-    def tally(self) -> AcceptanceCounts:
-        counts = (tuple(self.tested), tuple(self.kept), self.stats.beta, self.stats.tested)
-        return AcceptanceCounts(*counts, tuple(self.flow_tested), tuple(self.flow_kept))
-
-
 class Record:
     """The measurements of one drafter during its sweep; `beats` are (number of the part, times of a round)."""
 
     def __init__(self, most: int, texts: int, rows: int) -> None:
         self.most, self.rows = most, rows
-        self.ledgers = [Ledger(most) for _ in range(texts)]
+        self.counts = [AcceptanceCounts.blank(most) for _ in range(texts)]
         self.beats: list[tuple[int, Beat]] = []
         self.lengths: list[int] = []
 
@@ -121,9 +95,9 @@ class Record:
         if beat.rows == self.rows:
             self.beats.append((part, beat))
         for r, row in enumerate(round.rows):
-            ledger = self.ledgers[places[row.index]]
-            ledger.add(round.gammas[r], round.accepted[r])
-            ledger.stats = row.stats
+            counts = self.counts[places[row.index]]
+            counts.add(round.gammas[r], round.accepted[r])
+            counts.beta, counts.positions = row.stats.beta, row.stats.tested
             if round.gammas[r] == self.most:
                 self.lengths.append(round.draft.lengths[r])
 
@@ -142,7 +116,7 @@ class Record:
 
     @property
     def tallies(self) -> list[AcceptanceCounts]:
-        return [ledger.tally for ledger in self.ledgers if any(ledger.tested)]
+        return [counts for counts in self.counts if any(counts.tested)]
 
 
 def paces(calm: Sequence[tuple[int, Beat]]) -> dict[int, float]:
@@ -161,24 +135,38 @@ def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tu
 
 
 @dataclass(frozen=True)
-class PrefillTime:
-    """The target's prefill of prompts: the number of tokens, and the seconds it took."""
+class Speed:
+    """The amount of work done: tokens, seconds, and in full batches rounds and target calls (rows times rounds)."""
 
     tokens: int = 0
     seconds: float = 0.0
+    rounds: int = 0
+    calls: int = 0
 
-    def __add__(self, other: PrefillTime) -> PrefillTime:
-        return PrefillTime(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: Speed) -> Speed:
+        return Speed(*map(add, astuple(self), astuple(other)))
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def per_call(self) -> float:
+        return self.tokens / self.calls
+
+    @property
+    def per_round(self) -> float:
+        return self.seconds / self.rounds
 
 
 def sweep(
     decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
-) -> tuple[list[tuple[int, Beat]], list[Record], PrefillTime]:
+) -> tuple[list[tuple[int, Beat]], list[Record], Speed]:
     """Measure plain decoding and every drafter in turns -> plain rounds of full batches, a record per drafter, and the
     target's prefill."""
     records = [Record(most, len(task.texts), task.rows) for _ in drafters]
     calm: list[tuple[int, Beat]] = []
-    reading = PrefillTime()
+    reading = Speed()
     warm_up(decoder, drafters, task, most, step)
     for number, part in enumerate(task.parts()):
         requests = task.requests(part)
@@ -187,7 +175,7 @@ def sweep(
         timed = list(beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests))
         calm += [(number, beat) for _, beat in timed if beat.rows == task.rows]
         rows = {row.index: row for round, _ in timed for row in round.rows}.values()
-        reading += PrefillTime(
+        reading += Speed(
             sum(len(request.source or request.prompt) for request in requests),
             sum(row.stats.seconds.get("prefill", 0.0) for row in rows),
         )
@@ -211,34 +199,6 @@ def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most:
 
 def using(decoder: Decoder, drafter: Drafter, controller: Controller, rows: int) -> Decoder:
     return replace(decoder, drafter=drafter, controller=controller, batch_size=rows)
-
-
-# ---- whole runs ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The amount of work done in full batches: tokens, seconds, rounds, and target calls (rows times rounds)."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    rounds: int = 0
-    calls: int = 0
-
-    def __add__(self, other: Speed) -> Speed:
-        return Speed(*map(add, astuple(self), astuple(other)))
-
-    @property
-    def per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def per_call(self) -> float:
-        return self.tokens / self.calls
-
-    @property
-    def per_round(self) -> float:
-        return self.seconds / self.rounds
 
 
 def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed]:

@@ -18,8 +18,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import PlanTask, PrefillTime, Speed, memory, speeds, sweep, using
-from slipstream.plan.predict import Outline, Outlook, SpeedPrediction, predict
+from slipstream.plan.measure import PlanTask, Speed, memory, speeds, sweep, using
+from slipstream.plan.predict import Outlook, SpeedPrediction, predict
 from slipstream.text.jsontext import json_text
 
 TOLERANCE = 0.1
@@ -67,11 +67,6 @@ class PlanSettings:
         """Seconds to the draft on another machine and back; None for a draft on this machine."""
         return None if self.network_ms is None else self.network_ms / 1000
 
-    @property
-    def outline(self) -> Outline:
-        """The part of the settings that predictions need."""
-        return Outline(self.most, self.max_new_tokens, self.seed, gammas=self.gammas)
-
 
 @dataclass(frozen=True)
 class MeasuredComparison:
@@ -114,7 +109,7 @@ class PlanReport:
     environment: dict[str, Any]
     settings: PlanSettings
     prompt_tokens: tuple[int, int]
-    reading: PrefillTime = field(default_factory=PrefillTime)
+    reading: Speed = field(default_factory=Speed)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
     verifications: list[MeasuredComparison] = field(default_factory=list)
@@ -150,7 +145,7 @@ class PlanReport:
         found = {
             "settings": settings,
             "prompt_tokens": self.prompt_tokens,
-            "reading": asdict(self.reading),
+            "reading": {"tokens": self.reading.tokens, "seconds": self.reading.seconds},
             "memory": self.memory,
             "outlooks": outlooks,
             "draft": self.draft,
@@ -179,12 +174,19 @@ def make(
     report = PlanReport(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
     how = (settings.max_new_tokens, settings.sampling, settings.seed, engine.frame)
     tasks = [PlanTask(texts, rows, *how) for rows in settings.batches]
+    wanted = settings.gammas or range(1, settings.most + 1)
     step = _steps(tasks, len(drafters), settings, on_step)
     for task in tasks:
         plain, records, reading = sweep(decoder, list(drafters.values()), task, settings.most, step)
         report.reading += reading
         report.outlooks[task.rows] = {
-            name: predict(record.tallies, replace(record.costs(plain), delay=settings.delay), settings.outline)
+            name: predict(
+                record.tallies,
+                replace(record.costs(plain), delay=settings.delay),
+                wanted,
+                settings.max_new_tokens,
+                settings.seed,
+            )
             for name, record in zip(drafters, records, strict=True)
         }
     tokens = (report.prompt_tokens[1] + settings.max_new_tokens) * max(settings.batches)

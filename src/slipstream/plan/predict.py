@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -25,7 +25,7 @@ LEVEL, REPLICATES = 0.95, 1000
 # ---- acceptance ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class AcceptanceCounts:
     """Counts of accepted tokens over the rounds of one prompt.
 
@@ -34,12 +34,27 @@ class AcceptanceCounts:
     them that came after a round that kept all it asked for. `beta` is summed over `positions` tokens.
     """
 
-    tested: tuple[int, ...]
-    kept: tuple[int, ...]
+    tested: list[int]
+    kept: list[int]
     beta: float = 0.0
     positions: int = 0
-    flow_tested: tuple[int, ...] = ()
-    flow_kept: tuple[int, ...] = ()
+    flow_tested: list[int] = field(default_factory=list)
+    flow_kept: list[int] = field(default_factory=list)
+    flowing: bool = False  # whether the previous round kept its whole draft
+
+    @staticmethod
+    def blank(most: int) -> AcceptanceCounts:
+        return AcceptanceCounts([0] * most, [0] * most, 0.0, 0, [0] * most, [0] * most)
+
+    def add(self, room: int, accepted: int) -> None:
+        """Count a round that asked for `room` tokens and kept `accepted` of them."""
+        for place in range(min(room, accepted + 1)):
+            kept = place < accepted
+            self.tested[place] += 1
+            self.kept[place] += kept
+            self.flow_tested[place] += self.flowing
+            self.flow_kept[place] += self.flowing and kept
+        self.flowing = 0 < room == accepted
 
 
 @dataclass(frozen=True)
@@ -81,11 +96,11 @@ def states(tallies: Sequence[AcceptanceCounts]) -> Survival:
 
     Each share is drawn to the pooled one with the weight of a single round, so a rare state's estimate stays near it.
     """
-    pooled, size = _shares(tallies), range(_size(tallies))
+    pooled = _shares(tallies)
     tested, kept = (_total(tallies, name) for name in ("tested", "kept"))
     flow_tested, flow_kept = (_total(tallies, f"flow_{name}") for name in ("tested", "kept"))
-    flow = [(flow_kept[i] + pooled[i]) / (flow_tested[i] + 1) for i in size]
-    pause = [(kept[i] - flow_kept[i] + pooled[i]) / (tested[i] - flow_tested[i] + 1) for i in size]
+    flow = [(flow_kept[i] + pooled[i]) / (flow_tested[i] + 1) for i in range(len(pooled))]
+    pause = [(kept[i] - flow_kept[i] + pooled[i]) / (tested[i] - flow_tested[i] + 1) for i in range(len(pooled))]
     return Survival(tuple(accumulate(pause, mul)), tuple(accumulate(flow, mul)))
 
 
@@ -94,13 +109,10 @@ def _shares(tallies: Sequence[AcceptanceCounts]) -> list[float]:
     return [kept / tested if tested else 0.0 for kept, tested in pairs]
 
 
-def _size(tallies: Sequence[AcceptanceCounts]) -> int:
-    return max((len(tally.tested) for tally in tallies), default=0)
-
-
 def _total(tallies: Sequence[AcceptanceCounts], name: str) -> list[int]:
+    size = max((len(tally.tested) for tally in tallies), default=0)
     counts = [getattr(tally, name) for tally in tallies]
-    return [sum(column) for column in zip_longest(*counts, [0] * _size(tallies), fillvalue=0)]
+    return [sum(column) for column in zip_longest(*counts, [0] * size, fillvalue=0)]
 
 
 def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], float]) -> tuple[float, float]:
@@ -306,23 +318,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "quartile_1": first, "quartile_3": third}
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The range of a prediction: gammas up to `most`, and texts of `length` tokens."""
-
-    most: int
-    length: int
-    seed: int = 0
-    replicates: int = REPLICATES
-    gammas: tuple[int, ...] = ()
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        return self.gammas or tuple(range(1, self.most + 1))
-
-
-def predict(tallies: Sequence[AcceptanceCounts], costs: PlanCosts, outline: Outline) -> Outlook:
-    """Predict from acceptance per prompt and costs -> the speed at every gamma.
+def predict(
+    tallies: Sequence[AcceptanceCounts],
+    costs: PlanCosts,
+    gammas: Sequence[int],
+    length: int,
+    seed: int = 0,
+    replicates: int = REPLICATES,
+) -> Outlook:
+    """Predict from acceptance per prompt and costs -> the speed at every gamma, for texts of `length` tokens.
 
     Raises ValueError for fewer than 2 prompts, and if nothing was measured.
     """
@@ -331,14 +335,20 @@ def predict(tallies: Sequence[AcceptanceCounts], costs: PlanCosts, outline: Outl
     positions = sum(tally.positions for tally in tallies)
     alpha = sum(tally.beta for tally in tallies) / positions if positions else 0.0
     kept = states(tallies)
-    points = [_point(gamma, alpha, kept, costs, outline.length) for gamma in outline.wanted]
+    points = [_point(gamma, alpha, kept, costs, length) for gamma in gammas]
     alphas = sorted(tally.beta / tally.positions for tally in tallies if tally.positions)
-    predictions = _with_intervals(points, tallies, costs, outline)
+    # Percentiles over resampled prompts and rounds; texts' ends count as in the point.
+    rng, factors, predictions = random.Random(seed), list[list[float]](), list[SpeedPrediction]()
+    for _ in range(replicates):
+        again, sample = states(rng.choices(tallies, k=len(tallies))), costs.resampled(rng)
+        factors.append([_long(point.gamma, again, sample) * point.factor / point.long for point in points])
+    tail = int(replicates * (1 - LEVEL) / 2)
+    for point, column in zip(points, zip(*factors, strict=True), strict=True):
+        ranked = sorted(column)
+        predictions.append(replace(point, low=ranked[tail], high=ranked[-1 - tail]))
     limit = None
     if costs.delay is not None:
-        limit = longest_delay(
-            lambda away: max(_long(each, kept, replace(costs, delay=away)) for each in outline.wanted)
-        )
+        limit = longest_delay(lambda away: max(_long(each, kept, replace(costs, delay=away)) for each in gammas))
     return Outlook(costs.rows, alpha, tuple(alphas), tuple(survival(tallies)), costs, tuple(predictions), limit)
 
 
@@ -358,23 +368,6 @@ def _point(gamma: int, alpha: float, kept: Survival, costs: PlanCosts, length: i
         tokens / times,
         length * costs.step / (seconds + costs.rows * costs.startup),
     )
-
-
-def _with_intervals(
-    points: Sequence[SpeedPrediction], tallies: Sequence[AcceptanceCounts], costs: PlanCosts, outline: Outline
-) -> list[SpeedPrediction]:
-    """Return the points with percentiles over resampled prompts and rounds; texts' ends count as in the point."""
-    rng, factors = random.Random(outline.seed), list[list[float]]()
-    for _ in range(outline.replicates):
-        kept = states(rng.choices(tallies, k=len(tallies)))
-        again = costs.resampled(rng)
-        factors.append([_long(point.gamma, kept, again) * point.factor / point.long for point in points])
-    bounded = []
-    tail = int(outline.replicates * (1 - LEVEL) / 2)
-    for point, column in zip(points, zip(*factors, strict=True), strict=True):
-        ranked = sorted(column)
-        bounded.append(replace(point, low=ranked[tail], high=ranked[-1 - tail]))
-    return bounded
 
 
 def _long(gamma: int, kept: Survival, costs: PlanCosts) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,12 +34,21 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
     Times are dates or seconds. Raises ValueError if columns are missing or a line is not possible.
     """
+    arrivals = list[Arrival]()
     open_ = gzip.open if str(path).endswith(".gz") else open
     with open_(path, "rt", encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
         try:
-            names = _columns(lines.fieldnames or ())
-            arrivals = [_arrival(line, names) for line in lines]
+            columns = []
+            for what, names in NAMES.items():
+                if not (known := [name for name in names if name in (lines.fieldnames or ())]):
+                    raise ValueError(f"there is no column for the {what}: call it {' or '.join(names)}.")
+                columns.append(known[0])
+            for line in lines:
+                time, prompt, tokens = (line[name] for name in columns)
+                arrivals.append(Arrival(_seconds(time), int(prompt), int(tokens)))
+                if arrivals[-1].prompt < 0 or arrivals[-1].tokens < 0:
+                    raise ValueError(f"a request of {prompt} and {tokens} tokens is not possible.")
         except (ValueError, TypeError, OSError, EOFError, csv.Error) as error:
             raise ValueError(f"{path}, line {lines.line_num}: {error}") from error
     if not arrivals:
@@ -57,34 +66,12 @@ def multiplied(arrivals: Sequence[Arrival], load: float, seed: int = 0) -> list[
     """
     if not 0 < load < float("inf"):
         raise ValueError(f"a load of {load:g} is not possible: it is above 0, and 1 takes the trace as it is.")
-    chance = random.Random(seed)
-    return sorted(_copies(arrivals, load, chance), key=lambda each: each.time)
-
-
-def _copies(arrivals: Sequence[Arrival], load: float, chance: random.Random) -> Iterator[Arrival]:
-    """Yield each request `load` times on average; copies arrive up to JITTER seconds from it."""
+    chance, copies = random.Random(seed), list[Arrival]()
     for each in arrivals:
         for copy in range(int(load) + (chance.random() < load % 1)):
             shift = chance.uniform(-JITTER, JITTER) if copy else 0.0
-            yield Arrival(max(0.0, each.time + shift), each.prompt, each.tokens)
-
-
-def _columns(header: Sequence[str]) -> dict[str, str]:
-    columns = {}
-    for what, names in NAMES.items():
-        name = next((name for name in names if name in header), None)
-        if name is None:
-            raise ValueError(f"there is no column for the {what}: call it {' or '.join(names)}.")
-        columns[what] = name
-    return columns
-
-
-def _arrival(line: Mapping[str, str], names: Mapping[str, str]) -> Arrival:
-    time, prompt, tokens = (line[names[what]] for what in ("time", "prompt", "tokens"))
-    arrival = Arrival(_seconds(time), int(prompt), int(tokens))
-    if arrival.prompt < 0 or arrival.tokens < 0:
-        raise ValueError(f"a request of {prompt} and {tokens} tokens is not possible.")
-    return arrival
+            copies.append(Arrival(max(0.0, each.time + shift), each.prompt, each.tokens))
+    return sorted(copies, key=lambda each: each.time)
 
 
 def _seconds(text: str) -> float:
