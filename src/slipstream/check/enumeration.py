@@ -267,8 +267,3 @@ def distances(verify: Verifier, pairs: Sequence[Pair], form: DraftShape) -> list
 def wide_pairs(pairs: Sequence[Pair], form: DraftShape) -> list[Pair]:
     """Return the pairs, about a dozen, that processes of one drafted token are made of."""
     return [pair.pooled(form.wide) for pair in pairs[:: max(1, len(pairs) // 12)]]
-
-
-def spread(things: Sequence[Pair], count: int) -> list[Pair]:
-    """Return at most `count` of the pairs, evenly spaced."""
-    return list(things[:: max(1, -(-len(things) // count))])

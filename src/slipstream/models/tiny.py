@@ -173,17 +173,9 @@ def tiny_model(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int 
         config = config.get_text_config()
     torch.manual_seed(seed)
     model = kind._from_config(config).eval()
-    _fill_padding(model)
-    return model
-
-
-@torch.no_grad()
-def _fill_padding(model: nn.Module) -> None:
-    """Give padding an embedding like any token's.
-
-    After an embedding of zeros an indexer scores all keys equally, and its choice would depend on how a pass is
-    divided.
-    """
+    # Padding gets an embedding like any token's: after one of zeros an indexer scores all keys equally, and its choice
+    # would depend on how a pass is divided.
     for part in model.modules():
         if isinstance(part, nn.Embedding) and part.padding_idx is not None:
-            part.weight[part.padding_idx] = part.weight[part.padding_idx - 1].roll(1)
+            part.weight.data[part.padding_idx] = part.weight.data[part.padding_idx - 1].roll(1)
+    return model

@@ -199,7 +199,11 @@ class AheadTrainer:
         """
         tokens = tokens.to(self.model.device)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.settings.bfloat16):
-            states, log_p = self._lesson(tokens)
+            with torch.no_grad():
+                out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+            # Of transformers' hidden states only the last one is normed.
+            states = torch.cat([out.hidden_states[-1 if place == LAST else place] for place in self.head.places], -1)
+            log_p = functional.log_softmax(out.logits.float(), -1)
             hidden, laws = self.head.combine(states[:, :-1]), []
             for ahead in range(self.settings.unroll):
                 count = tokens.shape[1] - 1 - ahead
@@ -211,11 +215,3 @@ class AheadTrainer:
                 known = log_q[0, 0].isfinite().nonzero()[:, 0]
                 laws.append((log_p[:, 1 + ahead :, known], log_q[..., known]))
         return laws
-
-    @torch.no_grad()
-    def _lesson(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the target on windows (rows, length) -> its states at the places that the head reads, and log p."""
-        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        # Of transformers' hidden states only the last one is normed.
-        states = [out.hidden_states[place if place != LAST else -1] for place in self.head.places]
-        return torch.cat(states, -1), functional.log_softmax(out.logits.float(), -1)

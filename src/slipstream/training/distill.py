@@ -193,7 +193,12 @@ class Distiller:
             WhilePaying(Steps(settings.steps, settings.measure_every), settings.patience, self.found),
             Checkpoint(folder / STATE, known),
         )
-        self.found += [one for one in _read_measured(folder) if one.steps <= self.progress.steps]
+        if (file := folder / MEASURED).exists():
+            try:
+                known_ones = map(Measurement.read, json.loads(file.read_text(encoding="utf-8")))
+                self.found += [one for one in known_ones if one.steps <= self.progress.steps]
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
 
     @property
     def progress(self) -> Progress:
@@ -268,14 +273,3 @@ class Distiller:
         log_q = functional.log_softmax(logits.float(), -1).gather(-1, batch.ids)
         losses = self._objective(batch.log_p, log_q, torch.tensor(used, device=device))
         return losses[batch.real].mean(), batch.tokens.numel()
-
-
-def _read_measured(folder: Path) -> list[Measurement]:
-    """Read the measurements made before an interruption. Raises ValueError if the file is damaged."""
-    file = folder / MEASURED
-    if not file.exists():
-        return []
-    try:
-        return [Measurement.read(record) for record in json.loads(file.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error

@@ -133,8 +133,19 @@ class Trainer:
         self.schedule, self.budget, self.checkpoint = schedule, budget, checkpoint
         self.progress = Progress()
         self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-        if state := checkpoint.load():
-            self._resume(*state)
+        if (state := checkpoint.load()) is None:
+            return
+        tensors, self.progress = state
+        with torch.no_grad():
+            for name, weight in self._trained():
+                weight.copy_(tensors[f"model.{name}"])
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, place, key = name.split(".")
+                states[int(number)].setdefault(int(place), {})[key] = value
+        for optimizer, known in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def train(self, loss_of: Loss, watch: Watch = lambda progress, loss: None) -> Progress:
         """Take the steps that are left in the budget. If interrupted, as by Ctrl-C, it saves its state first.
@@ -189,19 +200,6 @@ class Trainer:
             done, steps=done.steps + 1, seconds=done.seconds + perf_counter() - began, tokens=done.tokens + tokens
         )
         return value
-
-    def _resume(self, tensors: Mapping[str, Tensor], progress: Progress) -> None:
-        with torch.no_grad():
-            for name, weight in self._trained():
-                weight.copy_(tensors[f"model.{name}"])
-        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
-        for name, value in tensors.items():
-            if name.startswith("optimizer."):
-                _, number, place, key = name.split(".")
-                states[int(number)].setdefault(int(place), {})[key] = value
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        self.progress = progress
 
 
 def muon_and_adam(model: nn.Module, muon: float, adam: float) -> list[torch.optim.Optimizer]:

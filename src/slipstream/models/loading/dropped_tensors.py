@@ -15,19 +15,21 @@ from transformers.utils import cached_file
 from slipstream.files import first_sentence
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+DOWNLOADED: dict[str, Any] = {
+    "local_files_only": True,
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 
 
 def read_record(source: str | Path, name: str) -> dict[str, Any] | None:
     """Read a JSON object of a folder or hub name; None if there is no such file. Raises ValueError if it is damaged."""
-    file = _file(source, name)
+    file = checkpoint_file(source, name)
     if file is None:
         return None
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{name} of {str(source)!r} is damaged ({first_sentence(error)}).") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{name} of {str(source)!r} is damaged: it holds no JSON object.")
+    if fault := json_fault(file):
+        raise ValueError(f"{name} of {str(source)!r} is damaged ({fault}).")
+    record: dict[str, Any] = json.loads(file.read_bytes())
     return record
 
 
@@ -47,7 +49,7 @@ def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str,
 
 @contextmanager
 def _opened(source: str | Path, name: str) -> Iterator[Any]:
-    file = _file(source, name)
+    file = checkpoint_file(source, name)
     if file is None:
         raise ValueError(f"{str(source)!r} has no {name}: its weights are read in safetensors only.")
     try:
@@ -57,15 +59,32 @@ def _opened(source: str | Path, name: str) -> Iterator[Any]:
         raise ValueError(f"{name} of {str(source)!r} is damaged ({first_sentence(error)}).") from error
 
 
-def _file(source: str | Path, name: str) -> Path | None:
+def checkpoint_file(source: str | Path, name: str, download: bool = True) -> Path | None:
+    """Return the path of a file of a folder or hub name; None if there is none, or none without a `download`."""
     if Path(source).is_dir():
-        file = Path(source) / name
-        return file if file.is_file() else None
+        path = Path(source) / name
+        return path if path.is_file() else None
     try:
-        path = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise ValueError(f"cannot find {name} of {str(source)!r}: {first_sentence(error)}.") from error
-    return Path(path) if path else None
+        found = cached_file(
+            str(source), name, _raise_exceptions_for_missing_entries=False, **({} if download else DOWNLOADED)
+        )
+    except (OSError, ValueError) as error:
+        if download:
+            raise ValueError(f"cannot find {name} of {str(source)!r}: {first_sentence(error)}.") from error
+        return None
+    return Path(found) if found else None
+
+
+def json_fault(path: Path) -> str | None:
+    """Return what is wrong with a file that should hold a JSON object; None if it does."""
+    try:
+        return None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
+    except UnicodeDecodeError:
+        return "it is no text"
+    except json.JSONDecodeError as error:
+        return f"{error.msg}, line {error.lineno} column {error.colno}"
+    except (OSError, RecursionError) as error:
+        return getattr(error, "strerror", None) or "it is nested too deeply"
 
 
 def tensor_names(source: str | Path) -> list[str]:

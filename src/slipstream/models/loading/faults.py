@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from difflib import get_close_matches
@@ -20,9 +19,9 @@ from transformers import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import cached_file
 
 from slipstream.files import first_sentence
+from slipstream.models.loading.dropped_tensors import checkpoint_file, json_fault
 from slipstream.models.loading.gguf_place import files_in
 from slipstream.models.loading.pairings import PAIRINGS, pairing_of
 
@@ -127,7 +126,9 @@ def model_fault(source: str | Path, error: Exception) -> str:
         return SHAPES
     if "couldn't connect to" in str(error):
         return "there is no such folder, no such model was downloaded, and the hub cannot be reached"
-    if any(_found(source, name) for name in BINARIES) and not isinstance(error, OSError | ImportError | ValueError):
+    if any(checkpoint_file(source, name, download=False) for name in BINARIES) and not isinstance(
+        error, OSError | ImportError | ValueError
+    ):
         return PICKLES  # unpickling bytes that are not a pickle may raise any error
     return _sentence(error)
 
@@ -161,13 +162,13 @@ def tokenizer_fault(source: str | Path, error: Exception) -> str:
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    return any(_found(source, name) for name in TOKENIZER_FILES)
+    return any(checkpoint_file(source, name, download=False) for name in TOKENIZER_FILES)
 
 
 def damaged_record(source: str | Path, names: tuple[str, ...]) -> str | None:
     for name in names:
-        path = _found(source, name)
-        if path and (fault := _no_object(path)):
+        path = checkpoint_file(source, name, download=False)
+        if path and (fault := json_fault(path)):
             return f"its {name} is damaged ({fault}): copy or download it again"
     return None
 
@@ -177,33 +178,6 @@ def _forbidden(source: str | Path) -> str | None:
     files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
     unreadable = next((file.name for file in files if not os.access(file, os.R_OK)), None)
     return unreadable and f"its {unreadable} may not be read: change its permissions"
-
-
-def _no_object(path: Path) -> str | None:
-    try:
-        return None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
-    except UnicodeDecodeError:
-        return "it is no text"
-    except json.JSONDecodeError as error:
-        return f"{error.msg}, line {error.lineno} column {error.colno}"
-    except (OSError, RecursionError) as error:
-        return getattr(error, "strerror", None) or "it is nested too deeply"
-
-
-def _found(source: str | Path, name: str) -> Path | None:
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("_raise_exceptions_for_gated_repo", "_raise_exceptions_for_missing_entries"), False
-    )
-    try:
-        path = cached_file(
-            str(source), name, local_files_only=True, _raise_exceptions_for_connection_errors=False, **quiet
-        )
-    except (OSError, ValueError):  # no model of that name
-        return None
-    return Path(path) if path else None
 
 
 def _sentence(error: Exception) -> str:

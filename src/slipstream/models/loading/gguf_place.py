@@ -24,7 +24,13 @@ def gguf_path(source: str | Path) -> Path | None:
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     if path.is_dir():
-        return None if (path / "config.json").is_file() else _only(source, files_in(path))
+        files = [] if (path / "config.json").is_file() else files_in(path)
+        if len(files) > 1:
+            names = ", ".join(each.name for each in files)
+            raise ValueError(
+                f"cannot load the model {str(source)!r}: it has {len(files)} files ({names}): name one of them."
+            )
+        return files[0] if files else None
     found = HUB.fullmatch(source) if isinstance(source, str) else None
     return _of_hub(source, found["repo"], found["wanted"]) if found else None
 
@@ -38,15 +44,6 @@ def _begins(name: str) -> bool:
     """Whether a file begins a model: it is no later part of one, and no encoder of images."""
     part = PART.search(name)
     return (part is None or int(part[1]) == 1) and "mmproj" not in name
-
-
-def _only(source: str | Path, paths: list[Path]) -> Path | None:
-    if len(paths) > 1:
-        names = ", ".join(each.name for each in paths)
-        raise ValueError(
-            f"cannot load the model {str(source)!r}: it has {len(paths)} files ({names}): name one of them."
-        )
-    return paths[0] if paths else None
 
 
 def _of_hub(source: str | Path, repo: str, wanted: str) -> Path:
