@@ -45,7 +45,8 @@ def lenient_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
     Raises ValueError unless 0 < l <= 1 and both are laws over one vocabulary.
     """
     _check_laws(p, q)
-    _check_lenience(lenience)
+    if not 0 < lenience <= 1:
+        raise ValueError(f"lenience={lenience} is not possible: it must be above 0 and at most 1 (lossless).")
     return min(1.0, math.fsum(min(x / lenience, y) for x, y in zip(p, q, strict=True)))
 
 
@@ -78,29 +79,10 @@ def survival(betas: Iterable[float]) -> list[float]:
     return list(accumulate(chances, mul))
 
 
-def token_survival(ratios: Iterable[float]) -> list[float]:
-    """Return prod_{j<=i} min(1, r_j) of token verification (Algorithm 1), for ratios r_j = p(x_j)/q(x_j) of drafts.
-
-    Its mean over drafts x ~ q is the chance that i tokens stand. Raises ValueError for a negative or infinite ratio.
-    """
-    return survival(min(1.0, _check_cost("p(x)/q(x)", ratio)) for ratio in ratios)
-
-
-def block_survival(ratios: Iterable[float]) -> list[float]:
-    """Return b_i = min(1, b_{i-1} r_i), b_0 = 1, of block verification (arXiv 2403.10444); r_i = p(x_i)/q(x_i).
-
-    It is at least `token_survival`. b_i is the chance that i tokens stand given x_1..x_i alone, so only its mean over
-    drafts x ~ q is an expected number of tokens. Raises ValueError for a negative or infinite ratio.
-    """
-    checked = (_check_cost("p(x)/q(x)", ratio) for ratio in ratios)
-    return list(accumulate(checked, lambda b, ratio: min(1.0, b * ratio), initial=1.0))[1:]
-
-
 def expected_tokens(kept: Iterable[float]) -> float:
     """Return tokens per round, correction or bonus included: 1 + sum_i P(at least i drafted tokens stand).
 
-    Needs no independence: `kept` is the output of `survival`, `token_survival` or `block_survival`, or the measured
-    acceptance by position. alpha^i for i = 1..gamma gives Equation 1. Raises ValueError for a chance outside [0, 1].
+    Needs no independence: `kept` is the output of `survival`, or the measured acceptance by position. alpha^i for i = 1..gamma gives Equation 1. Raises ValueError for a chance outside [0, 1].
     """
     return 1.0 + math.fsum(check_share("chance", chance) for chance in kept)
 
@@ -187,20 +169,12 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
     return (gamma * _check_cost("c_hat", c_hat) + gamma + 1) / tokens_per_round(alpha, gamma)
 
 
-def can_help(alpha: float, c: float) -> bool:
-    """Return whether some gamma is faster than plain decoding: alpha > c (Corollary 3.9; the converse holds too).
-
-    For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
-    """
-    return check_share("alpha", alpha) > _check_cost("c", c)
-
-
 def guaranteed_factor(alpha: float, c: float) -> float:
     """Return the least factor of the best gamma: (1 + alpha) / (1 + c), its value at gamma = 1 (Corollary 3.9), or 1.
 
-    For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
+    It is above 1 where alpha > c: just there some gamma is faster than plain decoding. For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
     """
-    return (1 + alpha) / (1 + c) if can_help(alpha, c) else 1.0
+    return (1 + alpha) / (1 + c) if check_share("alpha", alpha) > _check_cost("c", c) else 1.0
 
 
 def best_gamma(alpha: float, c: float, limit: int = LIMIT, verify: Curve = flat) -> int:
@@ -263,11 +237,6 @@ def _check_laws(p: Probabilities, q: Probabilities) -> None:
     for name, law in (("p", p), ("q", q)):
         if not all(x >= 0 for x in law) or not abs(math.fsum(law) - 1) <= SUM_TOLERANCE:
             raise ValueError(f"{name} is no law: it must be >= 0 and sum to 1, not {math.fsum(law):g}.")
-
-
-def _check_lenience(value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"lenience={value} is not possible: it must be above 0 and at most 1 (lossless).")
 
 
 def check_share(name: str, value: float) -> float:
