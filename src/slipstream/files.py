@@ -275,7 +275,6 @@ class TensorFileKind:
 
 
 def save_tensors(path: Name, kind: TensorFileKind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """Write contiguous tensors and a header, atomically. Raises WriteError if the system refuses."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -82,7 +82,8 @@ def survival(betas: Iterable[float]) -> list[float]:
 def expected_tokens(kept: Iterable[float]) -> float:
     """Return tokens per round, correction or bonus included: 1 + sum_i P(at least i drafted tokens stand).
 
-    Needs no independence: `kept` is the output of `survival`, or the measured acceptance by position. alpha^i for i = 1..gamma gives Equation 1. Raises ValueError for a chance outside [0, 1].
+    Needs no independence: `kept` is the output of `survival`, or the measured acceptance by position. alpha^i for
+    i = 1..gamma gives Equation 1. Raises ValueError for a chance outside [0, 1].
     """
     return 1.0 + math.fsum(check_share("chance", chance) for chance in kept)
 
@@ -172,7 +173,8 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 def guaranteed_factor(alpha: float, c: float) -> float:
     """Return the least factor of the best gamma: (1 + alpha) / (1 + c), its value at gamma = 1 (Corollary 3.9), or 1.
 
-    It is above 1 where alpha > c: just there some gamma is faster than plain decoding. For a flat verify cost. Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
+    It is above 1 where alpha > c: just there some gamma is faster than plain decoding. For a flat verify cost.
+    Raises ValueError unless 0 <= alpha <= 1 and c >= 0.
     """
     return (1 + alpha) / (1 + c) if check_share("alpha", alpha) > _check_cost("c", c) else 1.0
 

@@ -61,7 +61,6 @@ class Case:
 
     @property
     def gamma(self) -> int:
-        """The greatest number of tokens drafted per round."""
         return self.decoder.controller.most
 
     def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:

@@ -22,7 +22,6 @@ def tail(x: float, freedom: int, shift: float = 0.0) -> float:
 
 
 def critical(false_alarm: float, freedom: int, shift: float = 0.0) -> float:
-    """Return the x with P(X > x) = `false_alarm`."""
     return _solve(lambda x: tail(x, freedom, shift) < false_alarm)
 
 
@@ -69,7 +68,6 @@ class CellCounts:
         self.covariance += chances.sum(0).diag() - chances.T @ chances
 
     def test(self) -> tuple[float, int]:
-        """Return the statistic and its degrees of freedom."""
         variances, directions = torch.linalg.eigh(self.covariance)
         use = variances >= LEAST
         squares = (self.excess @ directions[:, use]).square() / variances[use]

@@ -73,7 +73,6 @@ class Pair:
 
     @property
     def laws(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three laws: p, q, and p after the drafted token."""
         return self.p, self.q, self.following
 
 
@@ -227,7 +226,6 @@ class Replay:
 
 
 def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor]]:
-    """Yield a verifier's verdict for every outcome of its draws, with the chance of that outcome per row (rows,)."""
     choices: list[int] | None = []
     while choices is not None:
         replay = Replay(choices)

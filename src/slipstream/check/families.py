@@ -131,7 +131,6 @@ def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterat
 
 
 def _send(architecture: Architecture, answers: Connection) -> None:
-    """Try an architecture, and send the outcome to the process that started this one."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print to stdout
     with warnings.catch_warnings():
@@ -163,7 +162,6 @@ def attempt(architecture: Architecture) -> FamilyTrial:
 
 
 def _by_name(model: Any) -> Any:
-    """Save a model and load its Scorer from the folder, as users do."""
     with TemporaryDirectory() as folder:
         place = Path(folder) / type(model).__name__
         model.save_pretrained(place)

@@ -45,7 +45,6 @@ def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
 
 
 def sampling(case: Case, sampler: Sampling) -> CheckHalf:
-    """Check sampling: compare the texts, enumerate the rule, draw samples, and do the same with broken rules."""
     case.listener("sampling: decoding", 0, 1)
     observed = watch(case.decoder, case.requests(sampler))
     coupled = case.rule.rng.coupled

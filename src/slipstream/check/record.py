@@ -96,7 +96,6 @@ class _Recorder:
         self.scores: Tensor
 
     def draws(self, scope: tuple[str, ...], purpose: Purpose) -> list[Drawn]:
-        """Return the draws of this round in one scope, for one purpose."""
         return [each for each in self.drawn if each.key.scope == scope and each.key.purpose == purpose]
 
 
@@ -112,13 +111,11 @@ class _RecordingRng:
         return self.rng.coupled
 
     def __call__(self, law: Law, key: Key) -> Tensor:
-        """Draw tokens (rows, positions) as the decoder does, and record the draw."""
         tokens = self.rng(law, key)
         self.recorder.drawn.append(Drawn(key, law, tokens))
         return tokens
 
     def chances(self, key: Key, positions: int) -> list[list[float]] | None:
-        """Return the decoder's numbers for drafts that are drawn inside a graph, and record them."""
         numbers = self.rng.chances(key, positions)
         if numbers is not None:
             self.recorder.drawn.append(Drawn(key, chances=numbers))
@@ -145,7 +142,6 @@ class _RecordingTarget:
 def watch(
     decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Round], None] | None = None
 ) -> Observations:
-    """Decode the requests and observe every round."""
     recorder = _Recorder(decoder)
     texts: dict[int, RecordedText] = {}
     observed = Observations()
@@ -210,7 +206,6 @@ class _View:
         text.rounds += 1
 
     def collect(self, observed: Observations) -> None:
-        """Store the laws of one position for the enumeration."""
         assert self.round.p is not None
         p, q = self.round.p.probs, self.round.draft.law
         if p is None or q is None or not self.nodes or len(observed.pairs) == MOST_PAIRS:

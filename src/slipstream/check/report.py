@@ -62,7 +62,6 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains the difference."""
         return self.gap <= self.allowed
 
 
@@ -96,7 +95,6 @@ class CheckHalf:
 
     @property
     def remedies(self) -> list[str]:
-        """The options to change so that this half can judge; empty if it can."""
         few = "samples" in self.needed and "samples" not in self._noticed
         if few and self._noticed and len(self.blind) == 1:
             return [f"--samples {self.enough}"]
@@ -111,7 +109,6 @@ class CheckHalf:
         return {**asdict(self), "verdict": self.verdict, "blind": self.blind, "differences": differences}
 
     def text(self) -> list[str]:
-        """Return lines of text: the tests, the controls, the differences."""
         lines = [f"{self.name}: {self.verdict.upper()}"]
         lines += [f"  {'ok  ' if test.passed else 'FAIL'} {test.name}: {test.says}" for test in self.tests]
         noticed = [control.name for control in self.controls if control.caught_by]

@@ -131,7 +131,6 @@ def load(level: Level) -> None:
 
 
 def compiler() -> str:
-    """Return the path of the C++ compiler. Raises CompilerMissingError with the names that were tried."""
     for name in (os.environ.get("CXX"), *COMPILERS):
         if name and (path := shutil.which(name)):
             return path

@@ -36,7 +36,6 @@ class QuantizedPanels(NamedTuple):
     steps: Tensor | None = None
 
     def map(self, move: Callable[[Tensor], Tensor]) -> QuantizedPanels:
-        """Return what `move` makes of each of the tensors."""
         zeros, steps = (None if each is None else move(each) for each in (self.zeros, self.steps))
         return QuantizedPanels(move(self.codes), move(self.scales), zeros, steps)
 

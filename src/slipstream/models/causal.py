@@ -118,7 +118,6 @@ class CausalScorer(OnMemory):
 
     @property
     def execution(self) -> Execution | None:
-        """The execution that makes passes of few tokens faster; None runs them eagerly."""
         return self._runner.execution
 
     @property

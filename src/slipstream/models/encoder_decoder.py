@@ -66,7 +66,6 @@ class RowPositions(nn.Module):
 
     @property
     def _weights(self) -> Tensor:
-        """The table itself, (positions, width)."""
         return self.table.weight if self.padding is None else self.table.weights
 
 
@@ -185,7 +184,6 @@ class SourceDecoder(nn.Module):
             self.where.own = self.where.back = None
 
     def states(self, sources: Sequence[Source]) -> States:
-        """Read sources -> cross-attention's keys and values by layer."""
         states = encoded(self.model, sources)["encoder_outputs"].last_hidden_state
         return [project(states) for project in self._projections]
 
@@ -238,7 +236,6 @@ class Sources:
         self._known.clear()
 
     def cross(self, part: slice, back: Tensor | None) -> Cross:
-        """Return what cross-attention reads in a pass over some rows; `back` as in `Cross`."""
         name = (part.start, part.stop)
         if name in self._known:
             return replace(self._known[name], back=back)

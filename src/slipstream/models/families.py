@@ -148,7 +148,6 @@ def trial_lengths(windows: set[int], context: int | None) -> list[int]:
 
 
 def trial_text(vocab: int, length: int, place: int = 0) -> list[int]:
-    """Return the tokens of a text for a trial, a different one for every `place`."""
     low = min(4, vocab // 2)  # the first tokens are often padding, which some models count differently
     return [low + (7 * i + 3 * place) % (vocab - low) for i in range(length)]
 

@@ -165,7 +165,6 @@ class LeadingScorer:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes that one token takes in the cache of one rank; 0 before the first pass."""
         return self._part.scorer.bytes_per_token
 
     def check(self) -> None:
@@ -188,7 +187,6 @@ class LeadingScorer:
         self._together("prefill", [list(text) for text in texts], first)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the bytes that texts of these lengths take on one rank, with the room allocated ahead."""
         if not self.bytes_per_token:
             self._together("bytes_for", list(lengths))
         return self._part.scorer.bytes_for(lengths)
@@ -204,7 +202,6 @@ class LeadingScorer:
     remember = _without_pass("remember")
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts on every rank from now on, in prefix caches as large as `cache`; None for no cache."""
         sizes = (None, 1) if cache is None else (cache.limit, cache.block)
         self._later("use_prefixes", *sizes)
 

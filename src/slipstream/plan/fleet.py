@@ -156,7 +156,6 @@ class Service:
 
     @property
     def tokens_per_second(self) -> float:
-        """The number of written tokens per second, over the whole time."""
         return self.tokens / self.seconds
 
     def cost(self, price: float) -> float:

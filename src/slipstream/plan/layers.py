@@ -76,7 +76,6 @@ class LayerSearch:
 
     @property
     def best(self) -> Finish | None:
-        """The fastest choice, if it is faster than plain decoding; else None."""
         first = max(self.race, key=lambda finish: finish.over_plain, default=None)
         return first if first and first.over_plain > 1 else None
 
@@ -147,7 +146,6 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
 
 
 def texts_of(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, list[int]]]:
-    """Decode the requests plainly -> the length of each prompt, and the whole text."""
     return [(len(row.request.prompt), row.tokens) for row in succeeded(plain(decoder, requests))]
 
 

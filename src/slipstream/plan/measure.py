@@ -91,7 +91,6 @@ class Record:
         self.lengths: list[int] = []
 
     def take(self, round: Round, beat: Beat, part: int, places: Sequence[int]) -> None:
-        """Count the acceptance of a round, and record its time if the batch was full."""
         if beat.rows == self.rows:
             self.beats.append((part, beat))
         for r, row in enumerate(round.rows):

@@ -90,12 +90,10 @@ class MeasuredComparison:
 
     @property
     def difference(self) -> float:
-        """The measured speed-up over the predicted one, minus 1."""
         return self.factor / self.predicted.factor - 1
 
     @property
     def off(self) -> bool:
-        """Whether the prediction missed by more than the tolerance."""
         return abs(self.difference) > TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,7 +236,6 @@ def _check(
 def _steps(
     tasks: Sequence[PlanTask], drafters: int, settings: PlanSettings, on_step: Progress | None
 ) -> Callable[[str], None]:
-    """Return a function that counts every run and reports it to `on_step`."""
     repetitions = settings.repetitions if settings.network_ms is None else 0
     count = sum((1 + drafters) * (1 + len(task.parts())) + repetitions for task in tasks)
     done = iter(range(count))

@@ -47,7 +47,6 @@ class AcceptanceCounts:
         return AcceptanceCounts([0] * most, [0] * most, 0.0, 0, [0] * most, [0] * most)
 
     def add(self, room: int, accepted: int) -> None:
-        """Count a round that asked for `room` tokens and kept `accepted` of them."""
         for place in range(min(room, accepted + 1)):
             kept = place < accepted
             self.tested[place] += 1
@@ -286,7 +285,6 @@ class Outlook:
 
     @property
     def gamma(self) -> int:
-        """The gamma to plan: the best one, or 0."""
         return self.best.gamma if self.worth else 0
 
     def as_dict(self) -> dict[str, Any]:

@@ -28,7 +28,6 @@ class Costs:
     curve: tuple[float, ...]
 
     def verify(self, rows: int) -> float:
-        """Return T(rows) / T(1), the verify curve of `theory`."""
         return self.curve[rows - 1]
 
     def factor(self, stats: Stats, gamma: int) -> float:
@@ -74,7 +73,6 @@ def _seconds(kernel: Kernel, states: Tensor, repeats: int) -> float:
 
 
 def _kept(stats: Stats, gamma: int) -> Sequence[float]:
-    """Return the measured chances that at least i drafted states stand, i = 1..gamma."""
     kept = stats.acceptance_by_position
     if gamma > len(kept):
         raise ValueError(f"gamma={gamma} was not tried: the statistics are of rounds of {len(kept)} at most.")

@@ -28,7 +28,6 @@ class Numbers:
 
     @staticmethod
     def of(seed: int, purpose: Purpose, chains: Tensor, origins: Tensor, times: Tensor) -> Numbers:
-        """Make the numbers for steps `times` (rows,) of `chains`, in rounds that began at `origins`."""
         digest = hashlib.blake2b(f"{seed}/process/{purpose}".encode(), digest_size=8).digest()
         streams = np.full(len(chains), int.from_bytes(digest), np.uint64)
         for names in (chains, origins, times):

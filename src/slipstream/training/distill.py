@@ -54,7 +54,6 @@ class DraftCosts:
     verify: tuple[float, ...]
 
     def curve(self, rows: int) -> float:
-        """Return T(rows) / T(1), the cost of a pass over so many tokens in target steps."""
         return self.verify[rows - 1]
 
     def gain(self, kept: Sequence[float]) -> tuple[int, float]:

@@ -57,5 +57,4 @@ def objective_of(name: str) -> Objective:
 
 
 def _rest(log_law: Tensor) -> Tensor:
-    """Return the probability of all unlisted tokens together, at least LEAST_REST."""
     return (1.0 - log_law.exp().sum(-1)).clamp(min=LEAST_REST)

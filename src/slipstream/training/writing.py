@@ -35,7 +35,6 @@ class WrittenTexts:
     """
 
     def __init__(self, file: Path, settings: dict[str, str]) -> None:
-        """Read the file, if there is one; `settings` describe target and prompts, and must be those of the file."""
         self.file, self.settings = file, settings
         self.texts: list[list[int]] = []
         if file.exists():

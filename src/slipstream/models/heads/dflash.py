@@ -68,7 +68,6 @@ class DFlashScorer(OnTargetStates):
 
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
-        """Fill the cache with the target's states of texts that the target has read."""
         assert first == 0, "a draft has the rows that run, and no others"
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
             counts = [len(text[start : start + PREFILL_TOKENS]) for text in texts]

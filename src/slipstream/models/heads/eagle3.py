@@ -124,7 +124,6 @@ class Eagle3(nn.Module):
     targets: Tensor  # (draft vocabulary,): the target's id of each token of the draft
 
     def __init__(self, settings: Eagle3Settings, places: Sequence[int]) -> None:
-        """Make the network with random weights; `places` are those of the target's hidden states that it reads."""
         super().__init__()
         config: Any = settings.layer
         width, wide, aux = config.hidden_size, settings.target_width, len(places)

@@ -61,8 +61,6 @@ class HiddenStates:
                 hook.remove()
 
     def _hook(self, place: int, seen: dict[int, Tensor]) -> Any:
-        """Register a hook that stores the hidden states at a place in `seen` -> its handle."""
-
         def into(module: nn.Module, args: Any, kwargs: Any) -> None:
             seen[place] = args[0] if args else kwargs["hidden_states"]
 
@@ -141,7 +139,6 @@ class Records:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Record the states of the pass that runs in the block."""
         with ExitStack() as watched:
             seen = [(states, watched.enter_context(states.watching())) for states in self._kept]
             yield

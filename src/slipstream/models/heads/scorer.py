@@ -304,5 +304,4 @@ class HeadScorer(OnTargetStates):
         return drafted
 
     def _target_states(self, slots: Tensor) -> Tensor:
-        """Return the head's input at slots (rows, n): the combined target's states of the tokens before."""
         return self.head.combine(self._states.of(slots - 1))

@@ -76,7 +76,6 @@ def checkpoint_file(source: str | Path, name: str, download: bool = True) -> Pat
 
 
 def json_fault(path: Path) -> str | None:
-    """Return what is wrong with a file that should hold a JSON object; None if it does."""
     try:
         return None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
     except UnicodeDecodeError:
@@ -88,7 +87,6 @@ def json_fault(path: Path) -> str | None:
 
 
 def tensor_names(source: str | Path) -> list[str]:
-    """Return the names of all tensors of a checkpoint in safetensors. Raises ValueError if there is none."""
     index = read_record(source, INDEX)
     if index is not None:
         return sorted(index.get("weight_map", {}))

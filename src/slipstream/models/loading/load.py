@@ -32,19 +32,9 @@ from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.kernels.threads import use_threads
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import refuse_unsupported
+from slipstream.models.loading import faults
 from slipstream.models.loading.adapters import read_adapter, with_adapter
 from slipstream.models.loading.dropped_tensors import read_record
-from slipstream.models.loading.faults import (
-    has_tokenizer,
-    model_fault,
-    proposal,
-    refuse_missing,
-    refuse_missing_weights,
-    refuse_other_kinds,
-    refuse_unknown_quantization,
-    tokenizer_fault,
-    usable_device,
-)
 from slipstream.models.loading.gguf import load_gguf
 from slipstream.models.loading.gguf_config import tokenizer_of
 from slipstream.models.loading.gguf_file import GgufFile
@@ -83,14 +73,14 @@ def load_model(
     if encoder_dtype is not None:
         own = _dtype("encoder_dtype", encoder_dtype)
         return with_encoder_dtype(load_model(source, dtype, device, **kwargs), own)
-    place, adapter = usable_device(device), kwargs.pop("adapter", None)
+    place, adapter = faults.usable_device(device), kwargs.pop("adapter", None)
     if isinstance(source, PreTrainedModel):
         if kwargs:
             raise TypeError(f"unknown option {', '.join(sorted(kwargs))}: a loaded model is used as it is.")
         model = with_adapter(copy.deepcopy(source), adapter) if adapter else source
         return model.to(place) if device else model
     use_threads()
-    refuse_missing(source)  # a .gguf file is no folder, but holds a model
+    faults.refuse_missing(source)  # a .gguf file is no folder, but holds a model
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False), adapter)
     reading = Reading(kwargs.pop("activations", INT8), kwargs.pop("dequantize", origin.adapter is not None))
     if origin.adapter:
@@ -100,7 +90,7 @@ def load_model(
         model, about = _read(kind, origin, place, wanted, reading, kwargs)
     except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
         raise cannot_load(origin, error) from error
-    refuse_missing_weights(source, about["missing_keys"])
+    faults.refuse_missing_weights(source, about["missing_keys"])
     placed = getattr(model, "hf_device_map", None) or getattr(model, "hf_quantizer", None)
     model = model if placed else model.to(place)
     return with_adapter(model, origin.adapter) if origin.adapter else model
@@ -193,8 +183,8 @@ def _kind(origin: Origin) -> Any:
         config = origin.config()
     except Exception as error:  # of any type, depending on the contents of the file
         raise cannot_load(origin, error) from error
-    refuse_other_kinds(origin.source, config)
-    refuse_unknown_quantization(origin.source, config)
+    faults.refuse_other_kinds(origin.source, config)
+    faults.refuse_unknown_quantization(origin.source, config)
     if _sees_images(config):
         return AutoModelForImageTextToText
     # transformers lists models that read sound among encoder-decoders only, though they are not encoder-decoders.
@@ -222,7 +212,7 @@ def _sees_images(config: Any) -> bool:
 
 
 def cannot_load(origin: Origin, error: Exception) -> ValueError:
-    fault = f"{model_fault(origin.file, error)}{proposal(origin.source)}."
+    fault = f"{faults.model_fault(origin.file, error)}{faults.proposal(origin.source)}."
     return ValueError(f"cannot load the model {str(origin.source)!r}: {fault.replace('?.', '?')}")
 
 
@@ -243,7 +233,7 @@ def load_tokenizer(
             return tokenizer_of(GgufFile.read(origin.gguf))
         return AutoTokenizer.from_pretrained(origin.place, **origin.options)
     except Exception as error:  # of any type, depending on the contents of the files
-        reason = tokenizer_fault(origin.file, error)
+        reason = faults.tokenizer_fault(origin.file, error)
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
 
 
@@ -254,7 +244,7 @@ def find_tokenizer(
     try:
         return load_tokenizer(source, trust_remote_code, adapter)
     except ValueError as error:
-        if name and has_tokenizer(name):
+        if name and faults.has_tokenizer(name):
             raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error
         return None
 
@@ -264,7 +254,7 @@ def vocabulary(source: str | Path) -> int:
     try:
         return int(Origin.of(source).config().get_text_config().vocab_size)
     except Exception as error:  # of any type, depending on the contents of the file
-        reason = model_fault(source, error)
+        reason = faults.model_fault(source, error)
         raise ValueError(f"cannot tell the vocabulary of {str(source)!r} (pass its size): {reason}.") from error
 
 

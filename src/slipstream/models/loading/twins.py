@@ -128,7 +128,6 @@ class CutHead(nn.Module):
     kept: Tensor
 
     def __init__(self, head: Any, kept: Tensor, cap: float | None = None) -> None:
-        """Cut a `head` to the tokens `kept` (n,); `cap` is the bound on their logits in Gemma (None: no bound)."""
         super().__init__()
         weight, bias = plain_weight(head).to(head.weight.dtype), getattr(head, "bias", None)
         (self.out_features, self.in_features), self.cap = weight.shape, cap

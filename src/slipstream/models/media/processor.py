@@ -206,7 +206,6 @@ class MediaProcessor:
         return bool(getattr(self.processor, "chat_template", None))
 
     def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any]) -> TokensAndMedia:
-        """Return the token ids and media of a chat, in whose messages images and sounds are already loaded."""
         options = {"add_generation_prompt": True, **variables, "tokenize": True, "return_dict": True}
         return self._read(
             self.processor.apply_chat_template(list(messages), tools=tools, return_tensors="pt", **options)

@@ -35,7 +35,6 @@ class SpeechInput:
 
     @property
     def rate(self) -> int:
-        """The samples per second that the model expects."""
         return self.extractor.sampling_rate
 
     def features(self, samples: np.ndarray) -> Tensor:

@@ -183,7 +183,6 @@ class StateScorer:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes that one more token takes, in layers that attend; 0 until `bytes_for` has measured it."""
         return self._costs[1] if self._costs else 0
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
@@ -269,7 +268,6 @@ class StateScorer:
         return by_place
 
     def _states(self, rows: Sequence[int]) -> list[Any]:
-        """Return the states of some rows as transformers keeps them; rows that have read nothing are left out."""
         return [kept.state for row in rows if (kept := self._cache.state(row)) is not None]
 
     def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
