@@ -88,9 +88,7 @@ def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
 def test_forked_rows_share_what_the_encoder_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, states = list[int](), seq2seq.SourceDecoder.states
     monkeypatch.setattr(
-        seq2seq.SourceDecoder,
-        "states",
-        lambda decoder, inputs, mask: (reads.append(len(inputs)), states(decoder, inputs, mask))[1],
+        seq2seq.SourceDecoder, "states", lambda decoder, read: (reads.append(len(read)), states(decoder, read))[1]
     )
     assert families(tiny(SEQ2SEQ[family])) < TOLERANCE
     assert reads == [2, 1]  # those that were added
