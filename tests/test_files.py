@@ -52,9 +52,6 @@ def dies(*_: Any) -> None:
     raise Killed
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------
-
-
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for text in ("old", "new"):
@@ -145,9 +142,6 @@ def test_all_files_are_written_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == [file] and file.read_bytes() == old
     SAVERS[kind](tmp_path, 2)
     assert list(tmp_path.iterdir()) == [file] and file.read_bytes() != old
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------
 
 
 def test_tensors_come_back_with_their_header(tmp_path: Path) -> None:
@@ -252,8 +246,6 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
     with pytest.raises(ValueError, match=r"is damaged \(its checksum does not fit its bytes\): make it again\.$"):
         load_tensors(path, KIND)
 
-
-# ---- what may be replaced ---------------------------------------------------------------------------------------
 
 STRANGERS: dict[str, bytes] = {
     "text": b"# Notes\n",
@@ -363,9 +355,6 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         save_tensors(path, KIND, TENSORS, {}) if kind == "tensors" else PLAN.save(path)
     assert str(error.value) == f"cannot write {path}: no space left on device." and error.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
-
-
-# ---- cache folders ------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_folder_is_named_moved_or_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

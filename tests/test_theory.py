@@ -19,9 +19,6 @@ Exact = Sequence[Fraction]
 Table = Callable[[tuple[int, ...]], Exact]  # prefix -> law
 
 
-# --- the paper's printed figures ----------------------------------------------------------------------------------
-
-
 def printed(value: float, decimals: int) -> object:
     """What a figure printed with so many decimals may stand for."""
     return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
@@ -105,8 +102,6 @@ def test_eq_1_is_only_a_model() -> None:
     assert theory.tokens_per_round(0.5, 4) == 1.9375
     assert theory.tokens_per_round(4 / (4 + 1), 4) == pytest.approx(3.3616)  # accepted / tested tokens
 
-
-# --- exact enumeration --------------------------------------------------------------------------------------------
 
 SMALL_LAWS = [tuple(F(n, 4) for n in counts) for counts in product(range(5), repeat=3) if sum(counts) == 4]
 every_pair = pytest.mark.parametrize("p", SMALL_LAWS, ids=lambda law: "-".join(str(int(4 * x)) for x in law))
@@ -249,8 +244,6 @@ def test_block_survival_dominates(ratios: list[float]) -> None:
     if all(ratio <= 1 for ratio in ratios):  # a point-mass draft: the rules agree
         assert token == pytest.approx(block)
 
-
-# --- properties ---------------------------------------------------------------------------------------------------
 
 shares = st.floats(0, 1)
 grid = st.integers(0, 50).map(lambda n: F(n, 50))
@@ -417,8 +410,6 @@ def test_oracle_edges() -> None:
     assert theory.oracle_gain(0.3, 0.5) == pytest.approx(1 / (1 - 0.3 * 0.5) - 1)  # no fixed gamma helps, it still does
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
-
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.beta((0.5, 0.5), (1,)), "p has 2 entries and q 1"),
     (lambda: theory.beta((), ()), "p is no law"),
@@ -470,9 +461,6 @@ def test_a_float32_softmax_is_a_law() -> None:
     assert theory.beta(law, law) == 1
     assert theory.expected_tokens([theory.beta(law, law)]) == 2
     assert theory.distance((1 + 2e-6, 0), (0, 1 + 2e-6)) == 1
-
-
-# --- a draft on another machine -----------------------------------------------------------------------------------
 
 
 def waited(gamma: int, c: float, single: float, until: float, right: bool) -> float:

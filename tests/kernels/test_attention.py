@@ -167,8 +167,6 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.Monk
     assert asked == ["ours", "ours", "torch", "torch", "torch", "torch"]
 
 
-# ---- long texts: more slots than are summed at a time, which threads share --------------------------------------
-
 LONG = 2500  # slots: four whole pieces of 512 and a part of a fifth
 
 

@@ -82,9 +82,6 @@ def test_what_is_no_precision_is_refused_in_a_sentence(text: str) -> None:
         Precision.read("int4?rounding=up")
 
 
-# ---- models -------------------------------------------------------------------------------------------------------
-
-
 def test_a_model_writes_the_text_that_it_reads() -> None:
     model = tiny(FAMILIES["llama"])
     text = own_text(model, rows=5, length=9)
@@ -129,9 +126,6 @@ def test_drafts_and_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = slipstream.load(model, "int4?group=64&rounding=gptq", quantize="int8?rounding=gptq")
     fast, slow = (engine.generate([[5, 6]], max_new_tokens=8, temperature=0, plain=each) for each in (False, True))
     assert fast[0].tokens == slow[0].tokens and fast[0].stats.accepted
-
-
-# ---- codes that are kept ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -45,9 +45,6 @@ def uncarried(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(library, "CARRIED", tmp_path / "empty")
 
 
-# ---- products ---------------------------------------------------------------------------------------------------
-
-
 @built
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
@@ -112,9 +109,6 @@ def test_what_does_not_fit_is_refused() -> None:
     assert not fits_panels(odd) and not fits_panels(torch.zeros(4, 4).double())
     with pytest.raises(ValueError, match=r"4 x 3 in torch\.bfloat16 has no packed form"):
         into_panels(odd)
-
-
-# ---- where there is none ----------------------------------------------------------------------------------------
 
 
 def test_without_a_compiler_onednn_multiplies_and_nobody_is_warned(
@@ -240,9 +234,6 @@ def _is_mapped(address: int) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = (line.split()[0].split("-") for line in lines)
     return any(int(first, 16) <= address < int(last, 16) for first, last in ends)
-
-
-# ---- models -----------------------------------------------------------------------------------------------------
 
 
 @built

@@ -63,9 +63,6 @@ def forgotten() -> Iterator[None]:
     kernel_missing.cache_clear()
 
 
-# ---- codes ------------------------------------------------------------------------------------------------------
-
-
 def best_of_scales(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     """Codes around zero and scales of the least squared error, by torch's operations."""
     groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % precision.group))
@@ -137,9 +134,6 @@ def test_precisions_are_named() -> None:
             Precision.named(name, group)
     with pytest.raises(ValueError, match="3 bits"):
         Precision(3, 32)
-
-
-# ---- products ---------------------------------------------------------------------------------------------------
 
 
 @built
@@ -267,9 +261,6 @@ def test_control_a_scale_off_by_one_group_is_caught_by_the_kernels_own_check(
     monkeypatch.setattr(kernel, "quantize", shifted)
     with pytest.warns(RuntimeWarning, match="computes something else"):
         assert kernel_missing()
-
-
-# ---- models -----------------------------------------------------------------------------------------------------
 
 
 @built

@@ -126,8 +126,6 @@ def test_load_and_commands_take_a_number() -> None:
     assert "--threads" in run("generate", "x", "--threads", "0").stderr
 
 
-# ---- loops that are shared -------------------------------------------------------------------------------------
-
 TORCH = """
 #include <cstdint>
 namespace torch::stable {

@@ -186,9 +186,6 @@ def test_rows_without_text_take_no_part_in_a_prefill() -> None:
     assert rows.step(2, 3, 1, 2, 1) < TOLERANCE
 
 
-# ---- rows that fork, and rows that take no part -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "llama4"])
 def test_forked_rows_go_on_by_themselves(family: str) -> None:
     assert families(tiny(EVERY[family])) < TOLERANCE
@@ -246,8 +243,6 @@ def test_rows_in_the_middle_are_served_alone() -> None:
     assert rows.step(1, 2, 3) < TOLERANCE
 
 
-# ---- positions --------------------------------------------------------------------------------------------------
-
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 24}
 
 
@@ -276,8 +271,6 @@ def test_longrope_ends_where_it_would_turn_the_cached_keys() -> None:
     with pytest.raises(ValueError, match="holds 24; shorten it to at most 23"):
         plain(Decoder(CausalScorer(model, "phi")), [request(text(1, 24), 5, GREEDY)])
 
-
-# ---- refusals ---------------------------------------------------------------------------------------------------
 
 BLOOM = {"vocab_size": HF_VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 SMALL = {"vocab_size": HF_VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
@@ -343,9 +336,6 @@ def test_a_model_that_fails_in_the_probe_is_refused_in_one_sentence() -> None:
     model.forward = broken
     with pytest.raises(ValueError, match=r"\(olmo2\) does not run with our cache: RuntimeError: first line$"):
         CausalScorer(model, "toy")
-
-
-# ---- loading ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])

@@ -294,9 +294,6 @@ def test_lookup_copies_from_the_source() -> None:
     assert copied(Lookup(), 11, 12, 13, 14, 15) == []
 
 
-# ---- how passes run ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch")
 @pytest.mark.parametrize("family", ["t5", "umt5", "bart", "whisper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -323,9 +320,6 @@ def test_programs_obey_the_contract(family: str) -> None:
     native = Native(model, "toy")
     assert contract(model, native) < 10 * TOLERANCE
     assert native.fault is None
-
-
-# ---- refusals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,6 @@ CHAINS, STEPS = 100_000, 12
 KS = math.sqrt(-math.log(5e-7) / CHAINS)
 """Largest distance of two samples of `CHAINS` (Kolmogorov-Smirnov); a false alarm has odds 1e-6."""
 
-# ---- enumeration ------------------------------------------------------------------------------------------------
-
 P = torch.tensor([[1 / 4, 1 / 4, 1 / 2], [1 / 2, 1 / 4, 1 / 4], [1 / 4, 1 / 4, 1 / 2]], dtype=torch.float64)
 Q = torch.tensor([[1 / 2, 1 / 4, 1 / 4], [1, 0, 0], [3 / 4, 1 / 4, 0]], dtype=torch.float64)
 GRID = 12
@@ -118,8 +116,6 @@ def test_a_round_on_tables_has_the_law_of_the_target() -> None:
         assert float((law_of_three_steps(wrong(table, everything)) - expected).abs().sum()) > 0.1
 
 
-# ---- two samples ------------------------------------------------------------------------------------------------
-
 Kernel = Callable[[Tensor, Tensor], Laws]
 
 
@@ -188,9 +184,6 @@ def test_trajectories_have_the_law_of_the_target(kind: str) -> None:
     for everything in (True, False):
         mistaken = Speculation(wrong(target, everything), draft, 3).run(starts, STEPS, seed=2)
         assert max(distances(mistaken, direct)) > 1.5 * KS
-
-
-# ---- runs -------------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_does_not_depend_on_its_batch() -> None:

@@ -39,9 +39,6 @@ from toys.families import FAMILIES, tiny
 COSTS = DraftCosts(0.1, (1.0, 1.1, 1.2))
 
 
-# ---- objectives ------------------------------------------------------------------------------------------------------
-
-
 def laws(seed: int, count: int = 6) -> Tensor:
     """Logarithms of random laws over `count` tokens."""
     return torch.randn(3, count, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
@@ -67,9 +64,6 @@ def test_an_unknown_objective_is_refused() -> None:
         objective_of("x")
     with pytest.raises(ValueError, match="written=2 is not possible"):
         DistillSettings(written=2)
-
-
-# ---- lessons ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_target_is_asked_once_about_every_row() -> None:
@@ -99,8 +93,6 @@ def test_windows_do_not_overlap() -> None:
     found = windows(np.arange(50), 8, 4)
     assert len(found) == 4 and len({token for window in found for token in window}) == 32
 
-
-# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 CONFIGS = {
     "llama": LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4),
@@ -143,9 +135,6 @@ def test_the_best_size_is_the_best_product_and_not_the_best_alpha(tmp_path: Path
     assert read_choice(tmp_path) == ([small, large], small)
 
 
-# ---- budgets ---------------------------------------------------------------------------------------------------------
-
-
 def measured(*gains: float) -> list[Measurement]:
     """Measurements after 10, 20, ... steps."""
     return [Measurement(10 * place, (0.5,), ((0.5,),), (1,), (gain,)) for place, gain in enumerate(gains, 1)]
@@ -165,8 +154,6 @@ def test_gains_are_those_of_theorem_3_8() -> None:
     assert (gamma, gain) == (2, pytest.approx((1 + 0.8 + 0.64) / (1.2 + 0.2)))
     assert COSTS.gain([0.0, 0.0]) == (0, 1.0)
 
-
-# ---- the whole training ----------------------------------------------------------------------------------------------
 
 TEXT = np.tile([5, 3, 9, 3, 7, 7, 1, 2, 8, 40, 3, 11, 9], 60)
 
@@ -240,9 +227,6 @@ def test_too_little_text_is_refused() -> None:
     with pytest.raises(ValueError, match="no text to distil on"):
         nothing = Material(Lessons(empty, 8, 10, None), Lessons(empty, 8, 10, None), ())
         Distiller(engine(), tiny(FAMILIES["llama"]), nothing, COSTS, DistillSettings(), Path("nowhere"))
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 class Words:

@@ -325,9 +325,6 @@ def test_it_compiles_with_the_same_texts(tmp_path: Path) -> None:
     assert fast[0].tokens == slow[0].tokens
 
 
-# ---- files ------------------------------------------------------------------------------------------------------
-
-
 def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
     stands_for = written(plain(), tmp_path / "tiny.gguf", "Q8_0", split_max_tensors=8)
     parts = sorted(tmp_path.glob("*.gguf"))
@@ -389,9 +386,6 @@ def test_impossible_ways_of_reading_are_refused(tmp_path: Path) -> None:
             load_model(tmp_path / "plain", **options)
 
 
-# ---- names ------------------------------------------------------------------------------------------------------
-
-
 def in_hub(folder: Path, *files: Path) -> None:
     """Put files into a folder as if they had been downloaded from the hub."""
     home = folder / "models--org--tiny"
@@ -428,9 +422,6 @@ def test_hub_names_take_a_file_or_a_format(wanted: str, hub: Path, tmp_path: Pat
         load_model("org/tiny:Q6_K")
     with pytest.raises(ValueError, match="no file of org/other was downloaded"):
         load_model("org/other:Q6_K")
-
-
-# ---- text -------------------------------------------------------------------------------------------------------
 
 
 def with_words(writer: Any) -> None:

@@ -97,9 +97,6 @@ def fresh(scorer: StateScorer) -> StateScorer:
     return scorer
 
 
-# ---- the contract --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", SOME)
 def test_logits_are_those_of_a_fresh_forward(family: str) -> None:
     assert contract(fresh(scorer(family))) < LOOSE
@@ -221,9 +218,6 @@ def test_a_row_can_go_back_to_any_length() -> None:
     assert rows.scorer.lengths == [12, 2] or max(rows.scorer.lengths) < 20
 
 
-# ---- texts ---------------------------------------------------------------------------------------------------------
-
-
 def spoiled(inner: ModelDrafter) -> Altered:
     """Drafts that are wrong in every other round, in the first and the third row."""
     turn = itertools.count()
@@ -261,8 +255,6 @@ def test_rows_that_join_and_leave_change_nothing() -> None:
     single = [row.output for row in generate(decoder, requests)]
     assert [row.output for row in generate(replace(decoder, batch_size=3), requests)] == single
 
-
-# ---- the law -------------------------------------------------------------------------------------------------------
 
 THREE = 3
 PROMPT = (0, 2, 1)
@@ -320,9 +312,6 @@ def test_control_the_law_is_another_if_one_layer_is_not_restored(monkeypatch: py
     assert total_variation(law(target, draft), want) > WRONG
 
 
-# ---- the certificate -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_the_certificate_passes_on_recurrent_pairs(family: str) -> None:
@@ -337,9 +326,6 @@ def test_the_certificate_fails_if_one_layer_is_not_restored(monkeypatch: pytest.
     engine = Engine(Decoder(fresh(scorer("qwen3_5")), drafter, controller=Fixed(3)), eos=frozenset())
     monkeypatch.setattr(Rewind, "state_after", _forgetting(0))
     assert check(engine, [text(1, 9), text(2, 4)], samples=256, max_new_tokens=12).verdict == "fail"
-
-
-# ---- what is refused, and what is loaded ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
