@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
+from scripts import script
 from slipstream.models.loading.pairings import EMBEDDED
 from toys import FAMILIES, tiny
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cost_padded.py"
-spec = spec_from_file_location("cost_padded", SCRIPT)
-assert spec and spec.loader
-cost_padded: Any = module_from_spec(spec)
-sys.modules["cost_padded"] = cost_padded
-spec.loader.exec_module(cost_padded)
+cost_padded = script("benchmarks/cost_padded.py")
 Size = cost_padded.Size
 
 TEXT = torch.arange(2 * 20).view(2, 20) * 7 % 101

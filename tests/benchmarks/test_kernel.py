@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
+from scripts import script
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import has_blocked
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel.py"
 
 
 @pytest.mark.skipif(kernel_missing() is not None, reason="the kernels cannot be built here")
 @pytest.mark.parametrize("blocked", [True, False])
 def test_every_part_gives_figures(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on processors that have no layout of oneDNN for bfloat16."""
-    spec = spec_from_file_location("kernel_benchmark", SCRIPT)
-    assert spec and spec.loader
-    kernel: Any = sys.modules.setdefault(spec.name, module_from_spec(spec))
-    spec.loader.exec_module(kernel)
+    kernel = script("benchmarks/kernel.py")
     monkeypatch.setattr(kernel, "has_blocked", lambda dtype: blocked and has_blocked(dtype))
     shapes = [(64, 96), (32, 64)]
     with torch.inference_mode():

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from typing import Any
-
 import pytest
 
+from scripts import script
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.library import PORTABLE, level, processor_flags
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = spec_from_file_location("products_benchmark", FOLDER / "products.py")
-    assert spec and spec.loader
-    module = sys.modules.setdefault(spec.name, module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
+products = script("benchmarks/products.py")
 
 
 @pytest.mark.skipif(kernel_missing() is not None, reason="there is no compiler here")
-def test_the_peak_counts_the_products_that_it_adds(products: Any) -> None:
+def test_the_peak_counts_the_products_that_it_adds() -> None:
     """Baseline instructions have none here; where there are some, every round adds as many as the one before."""
     none = next(each for each in PORTABLE if each.fits and "avx2" not in each.flags)
     assert products.Peaks(none).products("int4", 3) == 0
@@ -38,7 +24,7 @@ def test_the_peak_counts_the_products_that_it_adds(products: Any) -> None:
         assert peaks.products("int4", 1) >= peaks.products("int8", 1) > peaks.products("float32", 1)
 
 
-def test_the_table_judges_six_rows_and_shows_shares_of_the_peak(products: Any) -> None:
+def test_the_table_judges_six_rows_and_shows_shares_of_the_peak() -> None:
     times = {1: 1000.0, 2: 1100.0, 6: 1500.0, 16: 3000.0, 64: 9000.0}
     case = {"level": "native", "matrix": "100x40", "bytes": 4000, "bandwidth": 8.0, "peak": 32.0, "times": times}
     shown = products.table({"processor": "toy", "cases": [case | {"format": name} for name in ("bfloat16", "int4")]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -11,25 +10,13 @@ from typing import Any
 
 import pytest
 
+from scripts import script
 from slipstream.bench.records import Result
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def tables() -> Any:
-    """The script, with its folder on the path as when it is started."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("tables", BENCHMARKS / "tables.py")
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
+tables = script("benchmarks/tables.py")
 MACHINE = {
     "cpu": "a processor",
     "cores": 2,
@@ -86,14 +73,14 @@ RACED = {"runs": RUNS, "about": {"slipstream": "slipstream 1"}, "first": [START]
 FOUND = {"race": record(RACED), "bench": record({"rows": RACE})}
 
 
-def test_the_documents_hold_what_was_measured(tables: Any) -> None:
+def test_the_documents_hold_what_was_measured() -> None:
     documents = {path.name: path.read_text(encoding="utf-8") for path in tables.DOCUMENTS}
     assert tables.faults(documents, tables.records()) == []
     names = [mark["name"] for text in documents.values() for mark in tables.MARKED.finditer(text)]
     assert sorted({*names}) == sorted(tables.TABLES)
 
 
-def test_a_table_that_was_changed_and_one_that_nobody_writes_are_found(tables: Any) -> None:
+def test_a_table_that_was_changed_and_one_that_nobody_writes_are_found() -> None:
     text = tables.filled("# A\n<!-- table: speed -->\n<!-- end -->\n", FOUND)
     assert "| slipstream, lookup, gamma 5 | 100 (5.00) |" in text and "| llama.cpp, plain | 20 |" in text
     assert "a processor, 2 cores" in text and "2026-01-01" in text and "`python x.py`" in text and "source abc" in text
@@ -106,7 +93,7 @@ def test_a_table_that_was_changed_and_one_that_nobody_writes_are_found(tables: A
     assert tables.faults({"A": text + "\n| you want | argument |\n|---|---|\n"}, FOUND) == []
 
 
-def test_what_was_not_measured_is_said_to_be_so(tables: Any) -> None:
+def test_what_was_not_measured_is_said_to_be_so() -> None:
     text = tables.filled("<!-- table: rules -->\n| old | figures |\n<!-- end -->", FOUND)
     assert "Not measured with this build" in text and "old" not in text
 
@@ -115,12 +102,12 @@ def test_what_was_not_measured_is_said_to_be_so(tables: Any) -> None:
     ("text", "words"),
     [("<!-- table: speed -->\n| a |\n", "has no end"), ("<!-- table: gone -->\n<!-- end -->", "no table gone")],
 )
-def test_marks_that_mean_nothing_are_refused(tables: Any, text: str, words: str) -> None:
+def test_marks_that_mean_nothing_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tables.filled(text, FOUND)
 
 
-def test_figures_of_two_builds_or_machines_do_not_stand_together(tables: Any, tmp_path: Path) -> None:
+def test_figures_of_two_builds_or_machines_do_not_stand_together(tmp_path: Path) -> None:
     for name, kept in FOUND.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(kept))
     assert tables.records(tmp_path) == FOUND
@@ -132,7 +119,7 @@ def test_figures_of_two_builds_or_machines_do_not_stand_together(tables: Any, tm
             tables.records(tmp_path)
 
 
-def test_a_build_is_known_by_its_source(tables: Any, tmp_path: Path) -> None:
+def test_a_build_is_known_by_its_source(tmp_path: Path) -> None:
     measurements = sys.modules["measurements"]
     (tmp_path / "a.py").write_text("x = 1\n")
     before = measurements.digest(tmp_path)
@@ -143,7 +130,7 @@ def test_a_build_is_known_by_its_source(tables: Any, tmp_path: Path) -> None:
     assert before != measurements.digest(tmp_path)
 
 
-def test_every_table_is_written_from_a_measurement(tables: Any) -> None:
+def test_every_table_is_written_from_a_measurement() -> None:
     measured = {each.name for each in tables.MEASUREMENTS}
     assert {source for source, _ in tables.TABLES.values()} == measured | {"race"}
     files = {word for each in tables.MEASUREMENTS for command in each.commands for word in command if ".py" in word}
@@ -241,6 +228,6 @@ CONTEXTS = {
         ("race-plans", RACED, "| m | lookup, gamma 5 | 0 | 1.60 (1.50-1.70) | 2.00 | +25 % |"),
     ],
 )  # fmt: skip
-def test_tables_say_what_the_figures_say(tables: Any, name: str, figures: Any, line: str) -> None:
+def test_tables_say_what_the_figures_say(name: str, figures: Any, line: str) -> None:
     _, write = tables.TABLES[name]
     assert line in write(record(figures))

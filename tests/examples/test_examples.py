@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from scripts import script
+
 ROOT = Path(__file__).parents[2]
-
-
-def example(name: str, folder: str = "examples") -> ModuleType:
-    """A file that is no part of the package, as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / folder / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def apart(left: Tensor, right: Tensor) -> float:
@@ -39,7 +30,7 @@ def test_clusters_move_as_by_the_expensive_force(count: int, monkeypatch: pytest
 
     A coarser cutoff and longer steps than in the example, so that the forces differ and drafts are refused.
     """
-    langevin = example("langevin")
+    langevin = script("examples/langevin.py")
     monkeypatch.setattr(langevin, "CUTOFF", 1.05)
     monkeypatch.setattr(langevin, "STEP", 2e-3)
 
@@ -61,7 +52,7 @@ def test_clusters_move_as_by_the_expensive_force(count: int, monkeypatch: pytest
 def test_episodes_are_those_of_the_real_simulator(count: int) -> None:
     """Returns and two speeds (odds 3e-6), drafted by a learned model that is wrong and, alone, told apart."""
     pytest.importorskip("gymnasium")
-    cartpole = example("cartpole")
+    cartpole = script("examples/cartpole.py")
     good = cartpole.learned()
     cartpole.learned = lambda: lambda x, action: good(x, action) + torch.tensor([0, 0, 0, 0.02])
 
@@ -80,7 +71,7 @@ def test_episodes_are_those_of_the_real_simulator(count: int) -> None:
 def test_no_draft_changes_a_picture() -> None:
     """By coupled draws pictures are those of the target alone, pixel by pixel; another seed's are not."""
     pytest.importorskip("sklearn")
-    images, digits = example("images"), example("digits", "recipes")
+    images, digits = script("examples/images.py"), script("recipes/digits.py")
     torch.manual_seed(0)
     target, small = (digits.new_model(32, layers).eval() for layers in (2, 1))
     plain, marks, _ = images.draw(target, None, range(4), verify="coupled")
@@ -97,7 +88,7 @@ def test_rows_that_are_copied_leave_the_law_of_pixels() -> None:
     """The first pixel that the row above drafts, in 3,000 pictures: chi-squared with 25 degrees of freedom against the
     target's law, pooled over what comes before, beyond 76 with odds 1e-6; that of drafts that are all kept is not."""
     pytest.importorskip("sklearn")
-    images, digits = example("images"), example("digits", "recipes")
+    images, digits = script("examples/images.py"), script("recipes/digits.py")
     torch.manual_seed(1)
     target = digits.new_model(32, 1).eval()
     target.lm_head.weight.data.mul_(8)
@@ -117,7 +108,7 @@ def test_rows_that_are_copied_leave_the_law_of_pixels() -> None:
 def test_digits_are_learned_in_pieces(tmp_path: Path) -> None:
     """A training that was stopped goes on, a finished one is not begun again, and wrong settings are told."""
     pytest.importorskip("sklearn")
-    digits = example("digits", "recipes")
+    digits = script("recipes/digits.py")
     assert digits.texts().shape == (1797, 65) and int(digits.texts().max()) == 25
     before = digits.bits_per_pixel(digits.new_model(*digits.SIZES["draft"]))
     after = digits.bits_per_pixel(digits.train("draft", tmp_path, 12, batch=16))
@@ -130,7 +121,7 @@ def test_digits_are_learned_in_pieces(tmp_path: Path) -> None:
 def test_pictures_can_be_plotted(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    images = example("images")
+    images = script("examples/images.py")
     levels, marks = [[index % 16 for index in range(64)]] * 10, [[index % 2 == 0 for index in range(64)]] * 10
     images.plot(tmp_path / "two.png", {"one": (levels, marks, []), "two": (levels, marks, [])})
     assert (tmp_path / "two.png").stat().st_size > 1000

@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from scripts import script
 from slipstream.kernels import library
 from slipstream.kernels.cpu import kernel_missing
 
@@ -93,26 +92,17 @@ def test_every_level_keeps_the_contract(level: str) -> None:
     if level not in {each.name for each in library.PORTABLE if each.fits}:
         pytest.skip(f"the processor has less than {level}")
     module, contracts = (
-        module_at("benchmarks/levels.py"),
+        script("benchmarks/levels.py"),
         ("products", "quantized", "attention", "recurrences", "programs"),
     )
     found = module.contract(level, library.compiler(), contracts, module.FAST)
     assert not found["faults"] and all(each["passed"] > 5 for each in found["counts"].values())
 
 
-def module_at(path: str) -> Any:
-    """A module that is no part of a package."""
-    spec = spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec and spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(not shutil.which("objdump") or kernel_missing() is not None, reason="needs objdump and the kernels")
 def test_a_wheel_needs_nothing_of_a_newer_glibc_than_its_platform_has() -> None:
     """What is newer, it has or asks for in its older form; the control is a platform with less."""
-    wheel = module_at("packaging/wheel.py")
+    wheel = script("packaging/wheel.py")
     built = [name for name in torch.ops.loaded_libraries if Path(name).name.startswith("kernel-")]
     symbols = subprocess.run(["objdump", "-T", *built], capture_output=True, text=True, check=True).stdout
     needed = {name: int(minor) for minor, name in re.findall(r"GLIBC_2\.(\d+)(?:\.\d+)?\)? +(\w+)$", symbols, re.M)}
