@@ -38,12 +38,6 @@ def reason(error: OSError) -> str:
     return text[:1].lower() + text[1:]
 
 
-def first_sentence(error: Exception) -> str:
-    """Return the first line of an error's message, or its type without one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
 @contextmanager
 def atomic_write(path: Name) -> Iterator[Path]:
     """Yield the path of a part file to write to, which replaces `path` if the block ends without an error.

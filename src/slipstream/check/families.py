@@ -31,12 +31,12 @@ from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request
 from slipstream.core.round import Context, Round
+from slipstream.core.values import first_sentence
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.files import first_sentence
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
 

@@ -72,3 +72,9 @@ def switch(text: str) -> bool:
     if text.lower() not in words:
         raise ValueError(text)
     return words[text.lower()]
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first line of an error's message, or its type without one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from slipstream.cache.stores import Stores
+from slipstream.core.values import first_sentence
 from slipstream.execution.passes import (
     Pass,
     PassResult,
@@ -20,7 +21,6 @@ from slipstream.execution.passes import (
 )
 from slipstream.execution.programs import Program, recorded
 from slipstream.execution.recording import Recording
-from slipstream.files import first_sentence
 from slipstream.kernels.packing import inputs_as_they_are
 
 

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.kernels import laws, library, recurrences
 from slipstream.kernels.panels import PANEL, STEP, into_panels
 from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from slipstream.core.protocols import Scorer
 from slipstream.core.source import Source
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.kernels.attention import NAME as ATTENTION
 from slipstream.kernels.placement import is_sharded
 

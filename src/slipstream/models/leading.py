@@ -21,8 +21,8 @@ from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.draft import Tree
 from slipstream.core.media import Modality
 from slipstream.core.source import Source, SourceForm
+from slipstream.core.values import first_sentence
 from slipstream.execution.ranks import RankLost, Ranks
-from slipstream.files import first_sentence
 from slipstream.models.loading.load import AnyScorer, scorer_of
 from slipstream.models.loading.sharding import Plan, load_sharded
 from slipstream.models.media.trial import proven_modalities

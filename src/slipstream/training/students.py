@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from slipstream.core.values import check_least
-from slipstream.files import first_sentence
+from slipstream.core.values import check_least, first_sentence
 
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "d_ff")
 """The names of the width inside a feed-forward layer, in the configurations of model families."""

@@ -19,8 +19,8 @@ from transformers import AutoModel
 
 from slipstream.core.draft import Tree
 from slipstream.core.protocols import HasModel
+from slipstream.core.values import first_sentence
 from slipstream.execution.names import with_cache
-from slipstream.files import first_sentence
 from slipstream.models.heads.scorer import PREFILL_TOKENS, OnTargetStates, RecordsStates
 from slipstream.models.loading.dropped_tensors import read_record
 

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from slipstream.core.values import first_sentence
 from slipstream.execution.names import CACHE
-from slipstream.files import first_sentence
 from slipstream.kernels.packing import pack_layers, plain_weight
 from slipstream.kernels.quantization import Precision
 from slipstream.models.heads.scorer import Behind

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from slipstream.core.values import first_sentence
 from slipstream.execution.names import CACHE
-from slipstream.files import first_sentence
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.dropped_tensors import tensor_names

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.models.loading.dropped_tensors import read_record
 from slipstream.models.loading.faults import ADAPTER, refuse_missing
 

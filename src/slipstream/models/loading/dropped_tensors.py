@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 DOWNLOADED: dict[str, Any] = {

@@ -24,9 +24,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from slipstream.core.values import first_sentence
 from slipstream.execution.backends import execution
 from slipstream.execution.passes import EAGER, Mode
-from slipstream.files import first_sentence
 from slipstream.kernels.packing import can_pack, is_packed
 from slipstream.kernels.stored_codes import UnreadFormat
 from slipstream.kernels.threads import use_threads

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.models.families import allowed_gap
 from slipstream.models.loading.load import load_model
 from slipstream.models.loading.origin import Origin

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.core.protocols import HasModel
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.kernels.packing import PackedLinear, packed, plain_weight, quantized, quantizing_fault, twin_of
 from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.quantization import GPTQ, Precision

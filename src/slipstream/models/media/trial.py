@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.core.media import Modality
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.models.families import allowed_gap, spread_gap
 from slipstream.models.media.processor import MediaProcessor, run_with_media
 

@@ -22,7 +22,7 @@ from slipstream.core.draft import Tree
 from slipstream.core.media import Media, Modality
 from slipstream.core.protocols import Shape
 from slipstream.core.source import Source, SourceForm
-from slipstream.files import first_sentence
+from slipstream.core.values import first_sentence
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import input_device
 from slipstream.models.facts import vocabulary_of
