@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from scripts import script
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import has_blocked
+from toys.kernels import needs_kernel
 
 
-@pytest.mark.skipif(kernel_missing() is not None, reason="the kernels cannot be built here")
+@needs_kernel
 @pytest.mark.parametrize("blocked", [True, False])
 def test_every_part_gives_figures(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on processors that have no layout of oneDNN for bfloat16."""

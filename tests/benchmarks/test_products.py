@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from scripts import script
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.library import PORTABLE, level, processor_flags
+from toys.kernels import needs_kernel
 
 products = script("benchmarks/products.py")
 
 
-@pytest.mark.skipif(kernel_missing() is not None, reason="there is no compiler here")
+@needs_kernel
 def test_the_peak_counts_the_products_that_it_adds() -> None:
     """Baseline instructions have none here; where there are some, every round adds as many as the one before."""
     none = next(each for each in PORTABLE if each.fits and "avx2" not in each.flags)

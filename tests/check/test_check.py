@@ -43,12 +43,11 @@ from slipstream.engine.load import load
 from slipstream.execution import capturing
 from slipstream.execution.draft_graphs import DraftGraphs
 from slipstream.execution.graphs import GRAPHS
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table, TableScorer
 from toys import FAMILIES, HF_VOCAB, PAIRS, VOCAB, dirichlet_table, scorer, tiny
+from toys.kernels import needs_kernel
 
-needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 PROMPTS = [(0, 2), (1,), (2, 2, 1, 0)]
 FEW = {"samples": 256, "max_new_tokens": 24}
 LEAST = {"samples": 32, "max_new_tokens": 8}

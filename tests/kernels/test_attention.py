@@ -7,16 +7,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import attention
-from slipstream.kernels.cpu import kernel_missing, panel_attention
+from slipstream.kernels.cpu import panel_attention
 from slipstream.kernels.packing import packed
 from toys import FAMILIES, tiny
+from toys.kernels import needs_kernel, noise
 
-built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 TYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # rows, heads, heads of keys, tokens, slots, width
@@ -26,8 +22,8 @@ CASES = [(1, 1, 1, 1, 1, 1), (2, 4, 4, 3, 7, 16), (3, 6, 2, 6, 50, 64), (2, 2, 1
 def random_inputs(case: tuple[int, ...], dtype: torch.dtype, hide: float, seed: int = 0) -> tuple[Tensor, ...]:
     """Queries as models make them, keys and values in longer stores, and a ragged causal mask."""
     rows, heads, groups, tokens, slots, width = case
-    queries = random(rows, tokens, heads, width, dtype=dtype, seed=seed).transpose(1, 2)
-    stores = [random(rows, groups, slots + 3, width, dtype=dtype, seed=seed + i)[:, :, :slots] for i in (1, 2)]
+    queries = noise(rows, tokens, heads, width, dtype=dtype, seed=seed).transpose(1, 2)
+    stores = [noise(rows, groups, slots + 3, width, dtype=dtype, seed=seed + i)[:, :, :slots] for i in (1, 2)]
     own = torch.arange(slots - tokens, slots)[None, :, None] - torch.arange(rows)[:, None, None]
     mask = torch.where(torch.arange(slots) <= own.clamp(min=0), 0.0, hide).to(dtype)[:, None]
     return queries, *stores, mask
@@ -39,21 +35,21 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, s
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("hide", ["least", "infinite"])
 def test_attention_is_that_of_float64(case: tuple[int, ...], dtype: torch.dtype, hide: str) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     *parts, mask = random_inputs(case, dtype, torch.finfo(dtype).min if hide == "least" else -torch.inf)
-    bias = random(1, case[1], *mask.shape[2:], dtype=dtype, seed=5)
+    bias = noise(1, case[1], *mask.shape[2:], dtype=dtype, seed=5)
     turned = bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as T5 makes it: no step of one at the end
     for added in (mask, mask + bias, turned, mask[:1], mask[:, :, -1:], None):
         found = panel_attention(*parts, added, 0.3)
         torch.testing.assert_close(found.double(), exact(*parts, added, 0.3), atol=tolerance, rtol=tolerance)
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype) -> None:
     """One token, six, or more; alone or in a batch; before slots that hold nothing or anything."""
@@ -75,7 +71,7 @@ def test_a_token_attends_with_the_same_bits_whatever_stands_beside_it(dtype: tor
                 keys, values = random_inputs(case, dtype, 0)[1:3]
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [64, 128])
 def test_few_queries_get_the_bits_of_many(dtype: torch.dtype, width: int) -> None:
@@ -91,7 +87,7 @@ def test_few_queries_get_the_bits_of_many(dtype: torch.dtype, width: int) -> Non
         assert torch.equal(few, many[:, tokens])
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
     """Sliding windows, whose first slots differ, and branches of a tree, which do not see each other."""
@@ -108,7 +104,7 @@ def test_slots_that_only_others_see_change_no_bit(dtype: torch.dtype) -> None:
             assert torch.equal(alone, together[:, part])
 
 
-@built
+@needs_kernel
 def test_hidden_slots_may_hold_anything_and_seen_ones_tell() -> None:
     queries, keys, values, mask = random_inputs((1, 2, 1, 3, 20, 32), torch.float32, -torch.inf)
     before = panel_attention(queries, keys, values, mask, 0.2)
@@ -122,7 +118,7 @@ def test_hidden_slots_may_hold_anything_and_seen_ones_tell() -> None:
     assert panel_attention(queries, keys, values, mask, 0.2)[:, 2].isnan().all()
 
 
-@built
+@needs_kernel
 def test_a_model_keeps_our_attention_with_packed_layers() -> None:
     """Code that tests for torch's attention would keep that, so our own code must not look like it."""
     model = packed(tiny(FAMILIES["llama"]))
@@ -131,7 +127,7 @@ def test_a_model_keeps_our_attention_with_packed_layers() -> None:
     assert packed(model).config._attn_implementation == attention.NAME
 
 
-@built
+@needs_kernel
 def test_a_token_that_sees_nothing_gets_nothing() -> None:
     queries, keys, values, _ = random_inputs((1, 2, 1, 2, 20, 32), torch.float32, 0)
     mask = torch.full((1, 1, 2, 20), -torch.inf)
@@ -141,7 +137,7 @@ def test_a_token_that_sees_nothing_gets_nothing() -> None:
     assert not found[:, 0].any() and found[:, 1].all()
 
 
-@built
+@needs_kernel
 def test_attention_that_does_not_fit_is_refused() -> None:
     queries, keys, values, mask = random_inputs((1, 4, 2, 2, 20, 32), torch.float32, 0)
     for parts, said in (
@@ -154,7 +150,7 @@ def test_attention_that_does_not_fit_is_refused() -> None:
             panel_attention(*parts, 0.2)
 
 
-@built
+@needs_kernel
 def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks are tensors, of which one must not ask whether they are true."""
     queries, keys, values, mask = random_inputs((1, 2, 2, 3, 20, 32), torch.float32, 0)
@@ -184,7 +180,7 @@ def sights(tokens: int) -> dict[str, Tensor]:
     }
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", list(sights(1)))
 @pytest.mark.parametrize("biased", [False, True])
@@ -194,7 +190,7 @@ def test_long_texts_are_right_and_a_token_keeps_its_bits(dtype: torch.dtype, kin
     queries, keys, values, _ = random_inputs(case, dtype, 0)
     mask = torch.zeros(1, 1, tokens, LONG, dtype=dtype).masked_fill(~sights(tokens)[kind], torch.finfo(dtype).min)
     if biased:
-        mask = mask + random(1, 4, tokens, LONG, dtype=dtype, seed=9)
+        mask = mask + noise(1, 4, tokens, LONG, dtype=dtype, seed=9)
     together = panel_attention(queries, keys, values, mask, 0.2)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(
@@ -206,7 +202,7 @@ def test_long_texts_are_right_and_a_token_keeps_its_bits(dtype: torch.dtype, kin
         assert torch.equal(alone, together[1:, part])
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 def test_how_many_threads_share_a_long_text_changes_no_bit(dtype: torch.dtype) -> None:
     queries, keys, values, mask = random_inputs((1, 4, 2, 3, LONG, 64), dtype, torch.finfo(dtype).min)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import slipstream
 from slipstream.kernels.calibrated_rounding import quantize_for, spreading
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear, packed, quantized
 from slipstream.kernels.quantization import Codes, Precision, quantize
 from slipstream.models.loading import kept_codes
@@ -23,8 +22,8 @@ from slipstream.models.loading.kept_codes import input_products, own_text
 from slipstream.models.loading.twins import quantized_twin, with_kept_tokens
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, tiny
+from toys.kernels import needs_kernel
 
-needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 GPTQ = Precision(4, 32, "gptq")
 
 

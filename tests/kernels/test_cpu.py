@@ -21,22 +21,10 @@ from slipstream.kernels.packing import BlockedLinear, PackedLinear, PanelLinear,
 from slipstream.kernels.panels import fits_panels, into_panels
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, HF_VOCAB, tiny
+from toys.kernels import needs_kernel, noise
 
-built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 SHAPES = [(1, 2), (7, 10), (32, 64), (33, 64), (1000, 288), (40, 1024)]
 TYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Nobody knows yet whether there is a kernel; afterwards nobody remembers what was found."""
-    kernel_missing.cache_clear()
-    yield
-    kernel_missing.cache_clear()
 
 
 @pytest.fixture
@@ -45,15 +33,15 @@ def uncarried(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(library, "CARRIED", tmp_path / "empty")
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_are_those_of_float64(dtype: torch.dtype, features: int, inputs: int, biased: bool) -> None:
     """Bias added before the one rounding; rows that fill a tile, and more of them."""
-    weight, bias = random(features, inputs, dtype=dtype), random(features, dtype=dtype, seed=1) if biased else None
+    weight, bias = noise(features, inputs, dtype=dtype), noise(features, dtype=dtype, seed=1) if biased else None
     for rows in (1, 2, 3, 6, 7, 8, 12, 13, 15, 16, 25, 100):
-        activations = random(2, rows, inputs, dtype=dtype, seed=rows)
+        activations = noise(2, rows, inputs, dtype=dtype, seed=rows)
         exact = functional.linear(
             activations.double(), weight.double(), bias.double() if biased and bias is not None else None
         )
@@ -62,24 +50,24 @@ def test_products_are_those_of_float64(dtype: torch.dtype, features: int, inputs
         torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype) -> None:
     """What oneDNN does not promise: a token's logits do not depend on how many are scored together."""
-    weight, inputs = into_panels(random(100, 512, dtype=dtype)), random(70, 512, dtype=dtype, seed=1)
+    weight, inputs = into_panels(noise(100, 512, dtype=dtype)), noise(70, 512, dtype=dtype, seed=1)
     alone = torch.cat([panel_linear(row[None], weight, None, 100) for row in inputs])
     for rows in (2, 5, 6, 13, 15, 16, 17, 30, 33, 70):
         assert torch.equal(panel_linear(inputs[:rows], weight, None, 100), alone[:rows])
 
 
-@built
+@needs_kernel
 def test_rounding_to_bfloat16_is_torchs() -> None:
     """Ties, overflow, infinities and what is not a number, through a weight of one and a bias that makes the ties."""
     ones = torch.eye(32, dtype=torch.bfloat16)
-    inputs = random(64, 32, dtype=torch.bfloat16)
+    inputs = noise(64, 32, dtype=torch.bfloat16)
     inputs[0, :4] = torch.tensor([float("inf"), -float("inf"), 3.3e38, 1e-40])
     inputs[1, 0] = float("nan")
-    bias = random(32, dtype=torch.bfloat16, seed=1)
+    bias = noise(32, dtype=torch.bfloat16, seed=1)
     found = panel_linear(inputs[2:], into_panels(ones), bias, 32)
     assert torch.equal(found, (inputs[2:].float() + bias.float()).to(torch.bfloat16))
     unusual = panel_linear(inputs[:2], into_panels(ones), None, 32)
@@ -87,17 +75,17 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
     assert unusual[0, 0].isnan() and not unusual[0, :2].isfinite().any()
 
 
-@built
+@needs_kernel
 def test_no_rows_and_strided_inputs_are_fine() -> None:
-    weight = random(40, 8, dtype=torch.float32)
+    weight = noise(40, 8, dtype=torch.float32)
     assert panel_linear(torch.empty(0, 3, 8), into_panels(weight), None, 40).shape == (0, 3, 40)
-    inputs = random(8, 5, dtype=torch.float32).T
+    inputs = noise(8, 5, dtype=torch.float32).T
     torch.testing.assert_close(panel_linear(inputs, into_panels(weight), None, 40), inputs @ weight.T)
 
 
-@built
+@needs_kernel
 def test_what_does_not_fit_is_refused() -> None:
-    weight = into_panels(random(40, 8, dtype=torch.float32))
+    weight = into_panels(noise(40, 8, dtype=torch.float32))
     for inputs, features, said in (
         (torch.zeros(1, 6), 40, "inputs of 6 for a weight of 8"),
         (torch.zeros(1, 8).bfloat16(), 40, "one type"),
@@ -155,7 +143,7 @@ def test_a_folder_that_cannot_be_written_gives_one_sentence_and_the_portable_pat
         assert BlockedLinear in {type(part) for part in packed(model).modules()}
 
 
-@built
+@needs_kernel
 @pytest.mark.slow
 def test_a_damaged_library_in_the_cache_is_built_again(tmp_path: Path) -> None:
     """With a compiler that copies what was built before, in processes that have not loaded it."""
@@ -178,7 +166,7 @@ def test_a_damaged_library_in_the_cache_is_built_again(tmp_path: Path) -> None:
         library.write_bytes(b"this is no library")
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
@@ -194,7 +182,7 @@ def test_a_kernel_that_computes_wrongly_is_not_used(
         assert kernel_missing() is not None
 
 
-@built
+@needs_kernel
 def test_a_layer_that_does_not_fit_stays_as_it_is_or_goes_to_onednn() -> None:
     """An odd number of inputs in bfloat16."""
     model = tiny(FAMILIES["llama"], dtype=torch.bfloat16)
@@ -204,7 +192,7 @@ def test_a_layer_that_does_not_fit_stays_as_it_is_or_goes_to_onednn() -> None:
     assert type(parts.down_proj) in {BlockedLinear, torch.nn.Linear}
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_lie_one_behind_the_other(dtype: torch.dtype) -> None:
     model = tiny(FAMILIES["llama"], dtype=dtype)
@@ -236,7 +224,7 @@ def _is_mapped(address: int) -> bool:
     return any(int(first, 16) <= address < int(last, 16) for first, last in ends)
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3", "opt"])
 def test_plain_and_speculative_passes_give_the_same_bits(dtype: torch.dtype, name: str) -> None:
@@ -246,7 +234,7 @@ def test_plain_and_speculative_passes_give_the_same_bits(dtype: torch.dtype, nam
     assert all(torch.equal(*both) for both in _passes(CausalScorer(packed(_wide(name, dtype))), TEXTS))
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("dtype", TYPES)
 def test_other_sums_for_many_rows_are_noticed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: products of many rows whose last bits are others."""

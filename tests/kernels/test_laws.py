@@ -16,11 +16,11 @@ from slipstream.core.round import Context
 from slipstream.decoding import acceptance
 from slipstream.decoding.acceptance import beta, block, token
 from slipstream.kernels import laws
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.laws import block_tests, following, greatest, laws_fit, overlap
 from toys import Script, enumerate_outcomes, row
+from toys.kernels import needs_kernel
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 
 SIZES = [1, 7, 16, 17, 77, 1024, 1025, 5000]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,16 +14,12 @@ from slipstream.kernels.cpu import kernel_missing, quantized_linear, quantized_r
 from slipstream.kernels.packing import QuantizedLinear, packed, plain_weight, quantized, quantizing_fault
 from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
 from toys import FAMILIES, tiny
+from toys.kernels import needs_kernel, noise
 
-built = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 PRECISIONS = [Precision(8, 16), Precision(8, 64), Precision(4, 32), Precision(4, 128)]
 every = pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 SHAPES = [(1, 32), (7, 10), (33, 64), (100, 288), (40, 1000)]
 TYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def with_zeros(codes: Codes) -> Codes:
@@ -35,7 +31,7 @@ def with_zeros(codes: Codes) -> Codes:
 
 def with_offsets(codes: Codes) -> Codes:
     """The same codes, each group with an offset; scales and offsets are float16."""
-    return replace(codes, scales=codes.scales.half(), zeros=random(*codes.scales.shape, dtype=torch.half, seed=1))
+    return replace(codes, scales=codes.scales.half(), zeros=noise(*codes.scales.shape, dtype=torch.half, seed=1))
 
 
 def as_they_are(codes: Codes) -> Codes:
@@ -55,14 +51,6 @@ def rounded(inputs: Tensor, group: int) -> Tensor:
     return (codes * (greatest / 127).double()).flatten(1)
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Nobody knows yet whether there is a kernel; afterwards nobody remembers what was found."""
-    kernel_missing.cache_clear()
-    yield
-    kernel_missing.cache_clear()
-
-
 def best_of_scales(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     """Codes around zero and scales of the least squared error, by torch's operations."""
     groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % precision.group))
@@ -77,43 +65,25 @@ def best_of_scales(weight: Tensor, precision: Precision) -> tuple[Tensor, Tensor
     return best.flatten(1), scales.gather(0, least)[0, ..., 0]
 
 
-@built
+@needs_kernel
 @every
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
 def test_codes_are_those_that_torchs_operations_choose(
     precision: Precision, features: int, inputs: int, dtype: torch.dtype
 ) -> None:
-    weight = random(features, inputs, dtype=dtype)
+    weight = noise(features, inputs, dtype=dtype)
     weight[0, :5] = 0.5 * weight.abs().max()  # halves, and equals
+    weight[features // 2, precision.group :] = 0  # groups of zeros
     found, (codes, scales) = quantize(weight, precision), best_of_scales(weight, precision)
     assert torch.equal(found.scales, scales)
     assert torch.equal(found.codes.int() - precision.middle, codes.int())
 
 
-@built
-@every
-@pytest.mark.parametrize(("features", "inputs"), SHAPES)
-def test_codes_are_the_nearest_ones(precision: Precision, features: int, inputs: int) -> None:
-    weight = random(features, inputs)
-    codes = quantize(weight, precision)
-    steps = codes.scales.float().abs().repeat_interleave(precision.group, 1)[:, :inputs]
-    error = (codes.weight()[:, :inputs] - weight).abs()
-    ends = (codes.codes[:, :inputs] == 0) | (codes.codes[:, :inputs] == 2 * precision.middle - 1)
-    assert bool((error[~ends] <= steps[~ends] * 0.501).all())  # where nothing was cut off
-    assert codes.weight()[:, inputs:].count_nonzero() == 0
-    assert float(error.square().mean().sqrt()) < (0.012 if precision.bits == 8 else 0.17)
-
-
-def test_a_weight_of_zeros_stays_one() -> None:
-    for precision in PRECISIONS:
-        assert quantize(torch.zeros(3, 64), precision).weight().count_nonzero() == 0
-
-
 @every
 @zeros
 def test_panels_hold_the_codes(precision: Precision, shifted: Callable[[Codes], Codes]) -> None:
-    codes = shifted(quantize(random(70, 100), precision))
+    codes = shifted(quantize(noise(70, 100), precision))
     rows = quantized_rows(torch.arange(70), codes.into_panels(), precision.bits, 100)
     assert torch.equal(rows, codes.weight()[:, :100])
     some = torch.tensor([69, 3, 3])
@@ -136,7 +106,7 @@ def test_precisions_are_named() -> None:
         Precision(3, 32)
 
 
-@built
+@needs_kernel
 @every
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
@@ -145,10 +115,10 @@ def test_products_are_those_of_float64(
     precision: Precision, dtype: torch.dtype, features: int, inputs: int, shifted: Callable[[Codes], Codes]
 ) -> None:
     """Of the rounded inputs and what the codes stand for, with a bias; rows that fill a tile, and more of them."""
-    codes = shifted(quantize(random(features, inputs), precision))
-    bias = random(features, dtype=dtype, seed=1)
+    codes = shifted(quantize(noise(features, inputs), precision))
+    bias = noise(features, dtype=dtype, seed=1)
     for rows in (1, 2, 5, 6, 7, 8, 13, 16, 40):
-        activations = random(rows, inputs, dtype=dtype, seed=rows)
+        activations = noise(rows, inputs, dtype=dtype, seed=rows)
         exact = rounded(activations, precision.group) @ codes.weight().double().T + bias.double()
         found = quantized_linear(activations[:, None], codes.into_panels(), bias, features, precision.bits)
         assert found.shape == (rows, 1, features) and found.dtype == dtype
@@ -156,7 +126,7 @@ def test_products_are_those_of_float64(
         torch.testing.assert_close(found[:, 0].double(), exact, rtol=rtol, atol=1e-3)
 
 
-@built
+@needs_kernel
 @every
 @pytest.mark.parametrize("dtype", TYPES)
 @zeros
@@ -164,8 +134,8 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(
     precision: Precision, dtype: torch.dtype, shifted: Callable[[Codes], Codes]
 ) -> None:
     """Rows of 2,048 inputs would share two places in the first cache, so they lie apart."""
-    panels = shifted(quantize(random(100, 2048), precision)).into_panels()
-    inputs = random(50, 2048, dtype=dtype, seed=1)
+    panels = shifted(quantize(noise(100, 2048), precision)).into_panels()
+    inputs = noise(50, 2048, dtype=dtype, seed=1)
     alone = torch.cat([quantized_linear(row[None], panels, None, 100, precision.bits) for row in inputs])
     for rows in (2, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33, 50):
         assert torch.equal(quantized_linear(inputs[:rows], panels, None, 100, precision.bits), alone[:rows])
@@ -187,7 +157,7 @@ BLOCKS = pytest.mark.parametrize(
 )
 
 
-@built
+@needs_kernel
 @BLOCKS
 @pytest.mark.parametrize("dtype", TYPES)
 def test_products_with_numbers_of_blocks_are_those_of_float64(
@@ -195,7 +165,7 @@ def test_products_with_numbers_of_blocks_are_those_of_float64(
 ) -> None:
     """With rounded inputs and with inputs as they are; and a row has the same bits whatever stands beside it."""
     panels = in_blocks(bits, group, groups, offsets)
-    weight, inputs = quantized_rows(torch.arange(100), panels, bits, 512).double(), random(19, 512, dtype=dtype)
+    weight, inputs = quantized_rows(torch.arange(100), panels, bits, 512).double(), noise(19, 512, dtype=dtype)
     for whole, given in ((True, rounded(inputs, group)), (False, inputs.double())):
         found, exact = quantized_linear(inputs, panels, None, 100, bits, whole), given @ weight.T
         atol = float(exact.std()) * (2**-8 if dtype == torch.bfloat16 else 1e-5)
@@ -204,27 +174,27 @@ def test_products_with_numbers_of_blocks_are_those_of_float64(
             assert torch.equal(quantized_linear(inputs[row : row + 1], panels, None, 100, bits, whole)[0], found[row])
 
 
-@built
+@needs_kernel
 def test_control_a_step_of_another_group_is_seen() -> None:
-    panels, inputs = in_blocks(8, 32, 8, True), random(2, 512)
+    panels, inputs = in_blocks(8, 32, 8, True), noise(2, 512)
     assert panels.steps is not None
     other = QuantizedPanels(panels.codes, panels.scales, panels.zeros, panels.steps.roll(1, 1))
     found, wrong = (quantized_linear(inputs, each, None, 100, 8, whole=False) for each in (panels, other))
     assert float((found - wrong).std()) > 0.1 * float(found.std())
 
 
-@built
+@needs_kernel
 @every
 def test_inputs_that_are_no_numbers_spoil_their_own_row_only(precision: Precision) -> None:
-    inputs = random(4, 256)
+    inputs = noise(4, 256)
     inputs[1, 200], inputs[2, 3], inputs[3] = torch.nan, torch.inf, 0
-    found = quantized_linear(inputs, quantize(random(40, 256), precision).into_panels(), None, 40, precision.bits)
+    found = quantized_linear(inputs, quantize(noise(40, 256), precision).into_panels(), None, 40, precision.bits)
     assert bool(found[0].isfinite().all()) and bool(found[1:3].isnan().all()) and not found[3].count_nonzero()
 
 
-@built
+@needs_kernel
 def test_what_does_not_fit_is_refused() -> None:
-    codes, scales, *_ = quantize(random(40, 64), Precision(8, 32)).into_panels()
+    codes, scales, *_ = quantize(noise(40, 64), Precision(8, 32)).into_panels()
     zeros, half = None, scales.half()
     steps = torch.ones(2, 4, 1, 32, dtype=torch.int8)
     for inputs, parts, features, bits, said in (
@@ -243,7 +213,7 @@ def test_what_does_not_fit_is_refused() -> None:
             quantized_linear(inputs, QuantizedPanels(*parts), None, features, bits)
 
 
-@built
+@needs_kernel
 def test_control_a_scale_off_by_one_group_is_caught_by_the_kernels_own_check(
     forgotten: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +233,7 @@ def test_control_a_scale_off_by_one_group_is_caught_by_the_kernels_own_check(
         assert kernel_missing()
 
 
-@built
+@needs_kernel
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_quantized_twin_shares_all_but_its_linear_layers(family: str, packs: bool) -> None:
@@ -283,7 +253,7 @@ def test_a_quantized_twin_shares_all_but_its_linear_layers(family: str, packs: b
     assert 0 < float(gap) < 0.2
 
 
-@built
+@needs_kernel
 def test_what_cannot_be_quantized_says_why() -> None:
     model = tiny(FAMILIES["llama"])
     assert quantizing_fault(model) is None

@@ -9,7 +9,6 @@ from torch.nn.functional import conv1d
 from transformers.models.nemotron_h import modeling_nemotron_h as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as delta
 
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.recurrences import (
     gated_delta_rule,
     gated_delta_state,
@@ -17,13 +16,10 @@ from slipstream.kernels.recurrences import (
     state_space,
     state_space_state,
 )
+from toys.kernels import needs_kernel, noise
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # rows, tokens, heads of keys, heads, size of keys, size of values
@@ -33,11 +29,11 @@ DELTAS = [(1, 1, 1, 1, 1, 1), (1, 6, 2, 4, 128, 128), (3, 5, 2, 2, 24, 70), (2, 
 def deltas(case: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Queries, keys and values as models make them (parts of wider tensors), decays, strengths, and a state."""
     rows, tokens, groups, heads, size, width = case
-    mixed = random(rows, tokens, 2 * groups * size + heads * width, seed=0)
+    mixed = noise(rows, tokens, 2 * groups * size + heads * width, seed=0)
     queries, keys, values = mixed.split([groups * size, groups * size, heads * width], -1)
     shaped = [part.reshape(rows, tokens, -1, last) for part, last in ((queries, size), (keys, size), (values, width))]
-    decays, strengths = -random(rows, tokens, heads, seed=1).exp(), random(rows, tokens, heads, seed=2).sigmoid()
-    return *shaped, decays, strengths, random(rows, heads, size, width, seed=3)
+    decays, strengths = -noise(rows, tokens, heads, seed=1).exp(), noise(rows, tokens, heads, seed=2).sigmoid()
+    return *shaped, decays, strengths, noise(rows, heads, size, width, seed=3)
 
 
 @pytest.mark.parametrize("case", DELTAS)
@@ -79,11 +75,11 @@ SPACES = [(1, 1, 1, 1, 1, 1), (1, 6, 2, 4, 64, 128), (3, 5, 1, 2, 10, 20)]
 def spaces(case: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Inputs, steps, what they are multiplied with, what goes in and out, what skips the state, and a state."""
     rows, tokens, groups, heads, width, size = case
-    mixed = random(rows, tokens, heads * width + 2 * groups * size, seed=0)
+    mixed = noise(rows, tokens, heads * width + 2 * groups * size, seed=0)
     inputs, into, out_of = mixed.split([heads * width, groups * size, groups * size], -1)
     shaped = [part.reshape(rows, tokens, -1, last) for part, last in ((inputs, width), (into, size), (out_of, size))]
-    steps, pace = random(rows, tokens, heads, seed=1).exp(), -random(heads, seed=2).exp()
-    return shaped[0], steps, pace, *shaped[1:], random(heads, seed=3), random(rows, heads, width, size, seed=4)
+    steps, pace = noise(rows, tokens, heads, seed=1).exp(), -noise(heads, seed=2).exp()
+    return shaped[0], steps, pace, *shaped[1:], noise(heads, seed=3), noise(rows, heads, width, size, seed=4)
 
 
 @pytest.mark.parametrize("case", SPACES)
@@ -112,9 +108,9 @@ def test_a_token_of_mamba_2_has_the_same_bits_whatever_stands_beside_it() -> Non
 @pytest.mark.parametrize("channels", [1, 32, 100])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_short_convolution_is_that_of_torch(dtype: torch.dtype, channels: int, turned: bool) -> None:
-    inputs = random(2, 9, channels, seed=0).to(dtype).mT
+    inputs = noise(2, 9, channels, seed=0).to(dtype).mT
     inputs = inputs if turned else inputs.contiguous()
-    weight, bias = random(channels, 4, seed=1).to(dtype), random(channels, seed=2).to(dtype)
+    weight, bias = noise(channels, 4, seed=1).to(dtype), noise(channels, seed=2).to(dtype)
     wanted = conv1d(inputs.double(), weight[:, None].double(), bias.double(), groups=channels)
     found = short_convolution(inputs, weight, bias)
     assert found.shape == wanted.shape and found.dtype == dtype
@@ -129,4 +125,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match="float32"):
         gated_delta_rule(queries.double(), keys, values, decays, strengths, state)
     with pytest.raises(RuntimeError, match="do not fit"):
-        short_convolution(random(1, 8, 3, seed=0), random(8, 4, seed=1), None)
+        short_convolution(noise(1, 8, 3, seed=0), noise(8, 4, seed=1), None)

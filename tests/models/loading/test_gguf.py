@@ -21,12 +21,12 @@ from transformers import (
 
 import slipstream
 from slipstream.check import check
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear, inputs_as_they_are
 from slipstream.models.loading.load import find_tokenizer, load_model
+from toys.kernels import needs_kernel
 
 gguf = pytest.importorskip("gguf")
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 
 HEADS = {"q_proj": 4, "k_proj": 2}
 TEXT = torch.tensor([[5, 17, 42, 8, 90, 3]])

@@ -16,13 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import slipstream
 from slipstream.execution.passes import Mode
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import QuantizedLinear
 from slipstream.kernels.quantization import Precision
 from slipstream.models.loading.load import load_model, load_scorer
 from slipstream.models.loading.quantized import PACKAGES
+from toys.kernels import needs_kernel
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 
 TEXT = torch.tensor([[5, 17, 42, 8, 99, 3]])
 NEAR = 0.001

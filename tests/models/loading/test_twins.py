@@ -11,12 +11,12 @@ import torch
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, PreTrainedModel
 
 from slipstream.kernels import attention
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import PackedLinear
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import tiny_config, tiny_model
+from toys.kernels import needs_kernel
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason="needs a C++ compiler")
+pytestmark = needs_kernel
 
 TEXT = [4 + 7 * place % 90 for place in range(40)]
 """Longer than what an indexer chooses of a tiny model, 12 tokens."""
