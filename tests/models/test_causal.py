@@ -293,10 +293,7 @@ REFUSED: dict[str, tuple[Family, str]] = {
     "mamba": (Family("MambaConfig", {**SMALL, "state_size": 4}, {}), "linear_attention, which keeps a state"),
     "rwkv": (Family("RwkvConfig", {**SMALL, "attention_hidden_size": 32}, {}), r"\(rwkv\) keeps a state"),
     "qwen3_next": (Family("Qwen3NextConfig", QWEN3_NEXT, {}), "linear_attention, which keeps a state"),
-    "bloom": (
-        Family("BloomConfig", BLOOM, {}),
-        "ALiBi",
-    ),
+    "bloom": (Family("BloomConfig", BLOOM, {}), "ALiBi"),
     "falcon_alibi": (Family("FalconConfig", LLAMA, {"alibi": True}), "ALiBi"),
     "gpt_neo": (Family("GPTNeoConfig", NEO, {"attention_types": [[["global", "local"], 1]]}), "local attention"),
     "bert": (Family("BertConfig", LLAMA, {"pad_token_id": 0}), "other logits"),

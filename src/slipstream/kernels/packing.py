@@ -127,12 +127,7 @@ class QuantizedLinear(_InCodes, PackedLinear):
     weight: Tensor
 
     def __init__(
-        self,
-        precision: Precision,
-        panels: QuantizedPanels,
-        layer: Any,
-        order: Tensor | None = None,
-        whole: bool = True,
+        self, precision: Precision, panels: QuantizedPanels, layer: Any, order: Tensor | None = None, whole: bool = True
     ) -> None:
         """Make the layer from the panels of the weight of `layer`.
 

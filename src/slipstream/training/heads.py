@@ -73,12 +73,7 @@ class HeadTrainer:
     """Trains heads for a target on a text. `train` resumes after an interruption, also in a new process."""
 
     def __init__(
-        self,
-        model: Any,
-        name: str,
-        tokens: Sequence[int] | np.ndarray,
-        folder: str | Path,
-        settings: TrainingSettings,
+        self, model: Any, name: str, tokens: Sequence[int] | np.ndarray, folder: str | Path, settings: TrainingSettings
     ) -> None:
         """Make new heads, or resume the training in `folder`; `tokens` is the whole text.
 

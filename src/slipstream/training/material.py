@@ -89,11 +89,7 @@ class Amount:
 
 
 def gather(
-    engine: Engine,
-    divided: Divided,
-    amount: Amount,
-    folder: Path,
-    watch: Callable[[int], object] = lambda tokens: None,
+    engine: Engine, divided: Divided, amount: Amount, folder: Path, watch: Callable[[int], object] = lambda tokens: None
 ) -> Material:
     """Let the target write its texts, resuming where it was stopped, and make lessons of these and of the documents.
 

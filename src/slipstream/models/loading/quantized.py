@@ -82,12 +82,7 @@ def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
 
 @torch.no_grad()
 def load_quantized(
-    kind: Any,
-    origin: Origin,
-    form: StoredFormat,
-    dtype: str | torch.dtype,
-    reading: Reading,
-    options: dict[str, Any],
+    kind: Any, origin: Origin, form: StoredFormat, dtype: str | torch.dtype, reading: Reading, options: dict[str, Any]
 ) -> Loaded:
     """Load a model of quantized weights -> the model and a loading report, as `kind.from_pretrained` returns them.
 

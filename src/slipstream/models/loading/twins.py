@@ -90,10 +90,7 @@ def quantized_twin(
 
 
 def quantized_part(
-    target: HasModel,
-    precision: Precision,
-    kept: Tensor | None = None,
-    progress: Callable[[str], object] | None = None,
+    target: HasModel, precision: Precision, kept: Tensor | None = None, progress: Callable[[str], object] | None = None
 ) -> HasModel:
     """Return a Scorer with quantized copies of the target's weights that shares the target's rows and cache.
 
