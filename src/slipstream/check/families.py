@@ -88,10 +88,7 @@ class FamilyTrial:
 
 
 def architectures(names: Sequence[str] = ()) -> list[Architecture]:
-    """List the architectures of the installed transformers, or those of the families or classes named.
-
-    Raises ValueError for unknown names.
-    """
+    """List the architectures of the installed transformers, or those of the families or classes named."""
     listed = []
     for encoder, vision, mapping in (
         (False, False, MODEL_FOR_CAUSAL_LM_MAPPING),

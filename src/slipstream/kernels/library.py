@@ -115,10 +115,7 @@ class CompilerMissingError(RuntimeError):
 
 
 def load(level: Level) -> None:
-    """Load the kernels of a level. A damaged library that was built here is built again.
-
-    Raises OSError or RuntimeError, with the compiler's message, if they cannot be built or loaded.
-    """
+    """Load the kernels of a level. A damaged library that was built here is built again."""
     if (library := carried(level)).exists():
         torch.ops.load_library(library)
         return
@@ -138,10 +135,7 @@ def compiler() -> str:
 
 
 def build(level: Level, brand: str, library: Path, options: Sequence[str] = (), more: Sequence[Path] = ()) -> None:
-    """Build the library of a level, for a brand of processors, with other options and `more` sources if they are given.
-
-    Raises RuntimeError with the compiler's message.
-    """
+    """Build the library of a level, for a brand of processors, with other options and `more` sources if given."""
     home, command = Path(torch.__file__).parent, (compiler(), *OPTIONS, *level.options, *options)
     one = (*command, f"-DLOCALITY={0 if brand == 'amd' else 2}", f"-I{home / 'include'}", "-c")  # lanes.h says why
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -165,10 +159,7 @@ def _run(*command: str) -> None:
 
 
 def _kept(level: Level) -> Path:
-    """Return the path of a level's library among those built before, or build it now.
-
-    Raises RuntimeError with the compiler's message if building fails, or if the folder cannot be written.
-    """
+    """Return the path of a level's library among those built before, or build it now."""
     import fcntl  # which Windows, where no kernels are built, does not have
 
     home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "slipstream"

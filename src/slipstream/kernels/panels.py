@@ -19,10 +19,7 @@ def panel_bytes(weight: Tensor) -> int:
 
 
 def into_panels(weight: Tensor) -> Tensor:
-    """Reorder (features, inputs) -> (panels, inputs / STEP, PANEL, STEP), with the last panel filled up with zeros.
-
-    Raises ValueError unless it `fits_panels`.
-    """
+    """Reorder (features, inputs) -> (panels, inputs / STEP, PANEL, STEP), with the last panel filled up with zeros."""
     features, inputs = weight.shape
     if not fits_panels(weight):
         raise ValueError(f"a weight of {features} x {inputs} in {weight.dtype} has no packed form.")

@@ -46,10 +46,7 @@ WORTH_A_PASS, WORTHWHILE = 32, 0.9
 
 
 class CausalScorer(OnMemory):
-    """A causal language model and its cache (see `core.protocols.Scorer` for the contract and the shapes).
-
-    Raises ValueError if the model's state cannot be rolled back or its attention ignores positions and masks.
-    """
+    """A causal language model and its cache (see `core.protocols.Scorer` for the contract and the shapes)."""
 
     way = "length"  # the kind of rollback: by a length
     shares_rows = True
@@ -183,10 +180,7 @@ class CausalScorer(OnMemory):
             self.free([0])
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives.
-
-        Raises ValueError for places that the model does not have, or that compiled passes do not return.
-        """
+        """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives."""
         states = HiddenStates(self.model, self.name, places, self._memory)
         if self.device.type == "cuda" and self.execution is not None and states.last_layer in places:
             raise ValueError(

@@ -227,10 +227,7 @@ class LeadingScorer:
 
 
 def lead(ranks: Ranks, source: Any, dtype: Any, plan: Plan, **options: Any) -> LeadingScorer:
-    """Load a model by hub name or folder on all ranks, each its part -> its Scorer on rank 0.
-
-    Raises ValueError in one sentence if any rank cannot.
-    """
+    """Load a model by hub name or folder on all ranks, each its part -> its Scorer on rank 0."""
     build = Build(source, dtype, plan, options)
     number = ranks.tell(build)
     try:

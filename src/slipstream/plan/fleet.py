@@ -44,10 +44,7 @@ class Pace:
 
 
 def paces(plan: Plan) -> dict[str, Pace]:
-    """Return the paces that a plan has measured: of plain decoding, and of the draft and the gammas that it chose.
-
-    Raises ValueError if the plan lacks a figure, as plans made by older releases do.
-    """
+    """Return the paces that a plan has measured: of plain decoding, and of the draft and the gammas that it chose."""
     try:
         figures = plan.figures
         name, reading = figures["draft"], figures["reading"]["seconds"] / figures["reading"]["tokens"]
@@ -173,10 +170,7 @@ def simulate(
     seed: int = 0,
     on_step: Callable[[int], object] = lambda number: None,
 ) -> Service:
-    """Simulate a fleet on requests in order of their times; `on_step` is called with the index of each that arrives.
-
-    Raises ValueError if there are no replicas or no requests.
-    """
+    """Simulate a fleet on requests in order of their times; `on_step` is called with the index of each that arrives."""
     if replicas < 1 or not arrivals:
         raise ValueError(f"{replicas} replicas and {len(arrivals)} requests are not possible: both are at least 1.")
     chance, fleet = random.Random(seed), [SimulatedReplica(pace) for _ in range(replicas)]

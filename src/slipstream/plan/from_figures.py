@@ -89,10 +89,7 @@ def promise(
 
 
 def as_curve(points: Sequence[float]) -> Curve:
-    """Return the function rows -> T(rows)/T(1) of the points T(1)/T(1), T(2)/T(1), ...
-
-    Raises ValueError unless the first is 1 and all are positive.
-    """
+    """Return the function rows -> T(rows)/T(1) of the points T(1)/T(1), T(2)/T(1), ..."""
     if not points or abs(points[0] - 1) > 1e-9 or min(points) <= 0:
         raise ValueError(f"the curve {list(points)} is not possible: it begins with 1 and has positive entries.")
     slope = max(0.0, points[-1] - points[-2]) if len(points) > 1 else 0.0

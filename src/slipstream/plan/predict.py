@@ -324,10 +324,7 @@ def predict(
     seed: int = 0,
     replicates: int = REPLICATES,
 ) -> Outlook:
-    """Predict from acceptance per prompt and costs -> the speed at every gamma, for texts of `length` tokens.
-
-    Raises ValueError for fewer than 2 prompts, and if nothing was measured.
-    """
+    """Predict from acceptance per prompt and costs -> the speed at every gamma, for texts of `length` tokens."""
     if len(tallies) < 2 or not costs.by_width or not costs.plain:
         raise ValueError(f"{len(tallies)} prompts with {len(costs.by_width)} kinds of rounds: a plan needs 2 prompts.")
     positions = sum(tally.positions for tally in tallies)

@@ -60,10 +60,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 
 def multiplied(arrivals: Sequence[Arrival], load: float, seed: int = 0) -> list[Arrival]:
-    """Return `load` times the requests: below 1, some are left out; above 1, copies arrive some seconds apart.
-
-    Raises ValueError unless the load is positive.
-    """
+    """Return `load` times the requests: below 1, some are left out; above 1, copies arrive some seconds apart."""
     if not 0 < load < float("inf"):
         raise ValueError(f"a load of {load:g} is not possible: it is above 0, and 1 takes the trace as it is.")
     chance, copies = random.Random(seed), list[Arrival]()

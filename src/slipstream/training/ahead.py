@@ -40,10 +40,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class AheadSettings:
-    """The settings of a training: a step reads `rows` windows of `length` tokens, and drafts `unroll` tokens in a row.
-
-    Raises ValueError for impossible values.
-    """
+    """The settings of a training: a step reads `rows` windows of `length` tokens, and drafts `unroll` in a row."""
 
     steps: int = 300
     rows: int = 8
@@ -62,10 +59,7 @@ class AheadSettings:
 
 
 def new_eagle3(model: Any, tokens: Sequence[int] | np.ndarray, draft_vocab: int, seed: int = 0) -> Eagle3:
-    """Make an untrained EAGLE-3 draft for a Llama-like model, with the `draft_vocab` most frequent tokens of a text.
-
-    Raises ValueError for an impossible number of them.
-    """
+    """Make an untrained EAGLE-3 draft for a Llama-like model, with the `draft_vocab` most frequent tokens of a text."""
     config = model.config.get_text_config()
     if not 1 <= draft_vocab <= config.vocab_size:
         raise ValueError(f"draft_vocab={draft_vocab} is not possible: the model has {config.vocab_size} tokens.")
@@ -169,10 +163,7 @@ class AheadTrainer:
         return self._trainer.progress.steps
 
     def train(self, watch: Watch = lambda progress, loss: None) -> None:
-        """Take the steps that are left, and save the state, also if interrupted.
-
-        Raises FloatingPointError if the loss is not finite.
-        """
+        """Take the steps that are left, and save the state, also if interrupted."""
         self._trainer.train(self._loss, watch)
         self._trainer.save()
 

@@ -171,10 +171,7 @@ class Distiller:
         settings: DistillSettings,
         folder: Path,
     ) -> None:
-        """Begin a training, or resume it from its state in `folder`; the student is trained in place, in float32.
-
-        Raises ValueError if there is nothing to learn from, or if the folder has another training.
-        """
+        """Begin a training, or resume it from its state in `folder`; the student is trained in place, in float32."""
         if not len(material.read) + len(material.written):
             raise ValueError("there is no text to distil on: give documents of two tokens or more.")
         self.engine, self.student, self.material, self.costs = engine, student.train(), material, costs

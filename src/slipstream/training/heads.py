@@ -75,11 +75,7 @@ class HeadTrainer:
     def __init__(
         self, model: Any, name: str, tokens: Sequence[int] | np.ndarray, folder: str | Path, settings: TrainingSettings
     ) -> None:
-        """Make new heads, or resume the training in `folder`; `tokens` is the whole text.
-
-        Raises ValueError if the text is too short, if `folder` has another training, or if heads cannot be trained for
-        the model on windows of this length.
-        """
+        """Make new heads, or resume the training in `folder`; `tokens` is the whole text."""
         settings.check_target(model, name)
         self.model, self.folder, self.settings = model.eval(), Path(folder), settings
         self.windows = TextWindows(tokens, settings.length)

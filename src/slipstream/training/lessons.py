@@ -20,10 +20,7 @@ HELD_OUT = 0.02  # the share of a text, at its end, that is only used for measur
 
 
 class TextWindows:
-    """A text in windows of `length` tokens, of which those of the last share HELD_OUT are only used for measuring.
-
-    Raises ValueError if it is shorter than four windows.
-    """
+    """A text in windows of `length` tokens, of which those of the last share HELD_OUT are only used for measuring."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
         text = torch.as_tensor(np.asarray(tokens, dtype=np.int64))

@@ -80,10 +80,7 @@ class Distilled:
 
 
 def check_draft_folder(out: Name) -> None:
-    """Check, before any work, that a draft may be written there: to a new or empty folder, or over a distilled draft.
-
-    Raises ValueError in one sentence if not.
-    """
+    """Check, before any work, that a draft may be written there: to an empty folder, or over a distilled draft."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"cannot write {out}: it is a file; give a folder for the draft.")

@@ -29,10 +29,7 @@ LONGEST = 0.75  # the greatest share of a text's length that its prompt may take
 
 
 class WrittenTexts:
-    """Texts (prompt and continuation, as token ids) in a file, which grows batch by batch.
-
-    Raises ValueError if the file is damaged, or was written by another target or on other prompts.
-    """
+    """Texts (prompt and continuation, as token ids) in a file, which grows batch by batch."""
 
     def __init__(self, file: Path, settings: dict[str, str]) -> None:
         self.file, self.settings = file, settings

@@ -28,10 +28,7 @@ NEEDED = ("block_size", "mask_token_id", "target_layer_ids", "hidden_size")
 
 
 def load_dflash(source: str | Path, target: Any) -> Any:
-    """Load a DFlash draft from a folder or hub name, for a target of transformers, in its dtype and on its device.
-
-    Raises ValueError in one sentence if there is none, or it was made for a target of other sizes.
-    """
+    """Load a DFlash draft from a folder or hub name, for a target of transformers, in its dtype and on its device."""
     record = read_record(source, "config.json")
     if record is None or any(name not in record for name in NEEDED):
         raise ValueError(

@@ -53,10 +53,7 @@ class Eagle3Settings:
 
     @staticmethod
     def read(record: Mapping[str, Any], name: str) -> Eagle3Settings:
-        """Read the settings in either format: speculators nests the layer's settings, SpecForge does not.
-
-        Raises ValueError if this is not an EAGLE-3 draft, or has layers of an unknown kind.
-        """
+        """Read the settings in either format: speculators nests the layer's settings, SpecForge does not."""
         inner = {**record, **record.get("eagle_config", {})}  # SpecForge stores some settings in eagle_config
         speculators = inner.get("speculators_model_type")
         kinds = [speculators] if speculators else inner.get("architectures") or ()
@@ -172,10 +169,7 @@ class Eagle3(nn.Module):
 
 
 def load_eagle3(source: str | Path, target: Any) -> Eagle3:
-    """Load an EAGLE-3 draft from a folder or hub name, for a target of transformers, in its dtype and on its device.
-
-    Raises ValueError in one sentence if there is none, if it is incomplete, or made for a target of other sizes.
-    """
+    """Load an EAGLE-3 draft from a folder or hub name, for a target of transformers, in its dtype and on its device."""
     record = read_record(source, "config.json")
     if record is None:
         raise ValueError(f"{str(source)!r} has no config.json: {WRITE}.")

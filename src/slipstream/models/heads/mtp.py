@@ -82,10 +82,7 @@ class MtpHeads:
 
 
 def load_mtp(model: PreTrainedModel, name: str) -> MtpHeads:
-    """Load the heads in the checkpoint that a model was loaded from, in its dtype and on its device.
-
-    Raises ValueError in one sentence if the checkpoint has none, or they cannot be run.
-    """
+    """Load the heads in the checkpoint that a model was loaded from, in its dtype and on its device."""
     try:
         from transformers.modeling_layers import MtpModel  # newer than the oldest transformers that we run with
     except ImportError as error:

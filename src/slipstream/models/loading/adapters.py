@@ -25,10 +25,7 @@ NOT_ADDED = ("layer_replication", "alora_invocation_tokens", "arrow_config")
 
 
 def base_of(source: str | Path) -> str | None:
-    """Return the name of an adapter's base model; None if the source is a model.
-
-    Raises ValueError in one sentence if the adapter names none, or it is not there.
-    """
+    """Return the name of an adapter's base model; None if the source is a model."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         is_model = (folder / "config.json").is_file() or not (folder / ADAPTER).is_file()

@@ -34,10 +34,7 @@ def read_record(source: str | Path, name: str) -> dict[str, Any] | None:
 
 
 def read_tensors(source: str | Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint in safetensors for whose names `wanted` is true.
-
-    Raises ValueError if there is no such checkpoint, or it is damaged.
-    """
+    """Read the tensors of a checkpoint in safetensors for whose names `wanted` is true."""
     index = read_record(source, INDEX)
     files = {file for name, file in (index or {}).get("weight_map", {}).items() if wanted(name)}
     tensors: dict[str, Tensor] = {}

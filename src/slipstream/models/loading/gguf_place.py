@@ -16,10 +16,7 @@ HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<wanted>[\w./ -]+)")
 
 
 def gguf_path(source: str | Path) -> Path | None:
-    """Return the path of the .gguf file that a source names, downloaded if it is on the hub; None if it names none.
-
-    Raises ValueError in one sentence if a folder has several, or the hub none that fits.
-    """
+    """Return the path of the .gguf file that a source names, downloaded if it is on the hub; None if it names none."""
     path = Path(source).expanduser()
     if path.is_file():
         return path if path.suffix == ".gguf" else None

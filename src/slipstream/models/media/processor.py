@@ -212,10 +212,7 @@ class MediaProcessor:
         )
 
     def text(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
-        """Return the token ids and media of a text; media go before a text that has no placeholders for them.
-
-        Raises ValueError if the number of placeholders is not that of the media.
-        """
+        """Return the token ids and media of a text; media go before a text that has no placeholders for them."""
         for modality in reversed(Modality):  # so that images come first
             text = self._placed(text, modality, len(media.get(modality, ())))
         inputs: dict[str, Any] = {}

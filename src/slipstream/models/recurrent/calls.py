@@ -29,10 +29,7 @@ UNLIKE_OTHERS = {
 
 
 def calls_of(model: PreTrainedModel) -> Calls:
-    """Return the `Calls` for a model of any kind.
-
-    Raises ValueError for a model that cannot be called as others are, or treats its first pass unlike later ones.
-    """
+    """Return the `Calls` for a model of any kind."""
     if reason := UNLIKE_OTHERS.get(model.config.model_type):
         raise ValueError(f"{type(model).__name__} ({model.config.model_type}) {reason}; use another model.")
     text = model.config.get_text_config()
@@ -97,10 +94,7 @@ class CausalCalls:
 
 
 class SourceCalls:
-    """Calls an encoder-decoder, whose encoder reads every source once.
-
-    Raises ValueError for a model that reads neither text nor Whisper's features.
-    """
+    """Calls an encoder-decoder, whose encoder reads every source once."""
 
     takes_positions = False
     joins_rows = False  # each has a source of its own

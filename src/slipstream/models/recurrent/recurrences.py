@@ -182,10 +182,7 @@ def _state_space(function: Callable[..., Any], arguments: dict[str, Any]) -> tup
 
 
 def _state_space_step(function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
-    """Compute and record Mamba-2 over one token, with a gate if there is one -> outputs (rows, heads, width).
-
-    Raises ValueError if our kernel cannot: transformers' function overwrites the old state, which has to stay.
-    """
+    """Compute and record Mamba-2 over one token, with a gate if there is one -> outputs (rows, heads, width)."""
     one, gate = _one_of_several(arguments), arguments.get("z")
     space = StateSpace.of(one)
     if not by_kernel(space.start, 1):
