@@ -76,16 +76,12 @@ def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, li
     eos = frozenset[int]() if settings.ignore_eos else engine.eos
     batch = max(BATCH, decoder.batch_size)
     case = Case(decoder, chosen, texts, settings, eos, engine.decode, listener, batch, engine.frame)
-    return _in_one_shape(case) if engine.exact_shape else case
-
-
-def _in_one_shape(case: Case) -> Case:
-    """Run all passes in one shape, as the engine does: then no difference can be rounding."""
-    decoder, settings = case.decoder, case.settings
-    longest = max(map(len, case.prompts)) + max(settings.max_new_tokens, case.gamma + 2) + case.gamma + 1
+    if not engine.exact_shape:
+        return case
+    # All passes run in one shape, as the engine's do: then no difference can be rounding.
+    longest = max(map(len, texts)) + max(settings.max_new_tokens, case.gamma + 2) + case.gamma + 1
     decoder.target.fix_shape(Shape(decoder.batch_size, case.gamma + 1, 1 << longest.bit_length()))
-    settings = replace(settings, gap=settings.gap or 0.0)
-    return replace(case, settings=settings, batch=decoder.batch_size)
+    return replace(case, settings=replace(settings, gap=settings.gap or 0.0), batch=decoder.batch_size)
 
 
 def _environment(case: Case, sampling: dict[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,10 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
 
     If q is copied there is one draft: the token of q, with the next ids as its siblings.
     """
-    cells, siblings = process.p[0].shape[0], [_earlier_siblings(node, lines) for node in range(len(lines))]
+    cells, siblings = (
+        process.p[0].shape[0],
+        [[older for older in range(node) if lines[older][:-1] == lines[node][:-1]] for node in range(len(lines))],
+    )
     if process.copied:
         first = int(process.q[0].argmax())
         return torch.tensor([[(first + len(elder)) % cells for elder in siblings]]), normed(torch.ones(1))
@@ -157,10 +160,6 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
         tokens = torch.cat([tokens.repeat_interleave(cells + 1, 0), options.repeat(len(tokens))[:, None]], 1)
         tokens, weights = tokens[weights > 0], weights[weights > 0]
     return tokens, weights
-
-
-def _earlier_siblings(node: int, lines: Sequence[Sequence[int]]) -> list[int]:
-    return [older for older in range(node) if lines[older][:-1] == lines[node][:-1]]
 
 
 def _after(table: Tensor, tokens: Tensor, line: Sequence[int]) -> Tensor:

@@ -34,14 +34,12 @@ def greedy(case: Case, sampler: Sampling) -> CheckHalf:
         about_wiring(observed),
         about_endings(endings(case.decoder, observed.texts)),
     )
-    controls = tuple(_greedy_control(case, sampler, rule) for rule in broken(case.rule, greedy=True))
-    return CheckHalf("greedy, temperature 0", tests, controls, named(case, comparison), needed=("tokens",))
-
-
-def _greedy_control(case: Case, sampler: Sampling, rule: Rule) -> Control:
-    texts = watch(case.under(rule), _control_requests(case, sampler)).texts
-    comparison = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
-    return Control(rule.name, () if about_choices("tokens", case, comparison).passed else ("tokens",))
+    controls = []
+    for rule in broken(case.rule, greedy=True):
+        texts = watch(case.under(rule), _control_requests(case, sampler)).texts
+        wrong = compare(case.decoder.target, texts, on_text=case.at(f"greedy control: {rule.name}"))
+        controls.append(Control(rule.name, () if about_choices("tokens", case, wrong).passed else ("tokens",)))
+    return CheckHalf("greedy, temperature 0", tests, tuple(controls), named(case, comparison), needed=("tokens",))
 
 
 def sampling(case: Case, sampler: Sampling) -> CheckHalf:

@@ -31,7 +31,8 @@ def attend_by_kernel(model: PreTrainedModel) -> None:
     of keys.
     """
     usual = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
-    if usual and not _asks_for_torch(model):
+    modules = {inspect.getmodule(type(part)) for part in model.modules()} if usual else set()
+    if usual and not any(ASKS.search(_source(module)) for module in modules if module is not None):
         model.set_attn_implementation(NAME)
 
 
@@ -40,11 +41,6 @@ def layers_attend_by_kernel(network: nn.Module) -> None:
     for config in (getattr(part, "config", None) for part in network.modules()):
         if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation = NAME
-
-
-def _asks_for_torch(model: PreTrainedModel) -> bool:
-    modules = {inspect.getmodule(type(part)) for part in model.modules()}
-    return any(ASKS.search(_source(module)) for module in modules if module is not None)
 
 
 @functools.cache

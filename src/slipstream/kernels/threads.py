@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -68,17 +69,12 @@ def _quotas(root: Path) -> Iterator[float]:
             continue
         shown, folder = place[3], root / place[4].lstrip("/")  # a container may see only its own part of the tree
         own = path.relative_to(shown) if path.is_relative_to(shown) else Path()
-        for group in (own, *own.parents):
-            yield from _quota(folder / group)
-
-
-def _quota(group: Path) -> Iterator[float]:
-    """Yield the quota of one control group in cores, if it has one; files of both versions are looked for."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError):
-            quota, period = " ".join((group / name).read_text() for name in names).split()
-            if quota not in ("max", "-1"):
-                yield int(quota) / int(period)
+        # The files of both versions, in every group of the tree.
+        for group, names in product((own, *own.parents), (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+            with suppress(OSError):
+                quota, period = " ".join((folder / group / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period)
 
 
 def release_threads() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.execution.masks import Sight, mask_kinds
@@ -55,9 +54,3 @@ class ModelFacts:
 def vocabulary_of(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     return int(getattr(head, "out_features", None) or model.config.get_text_config().vocab_size)
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights, packed ones included; shared ones count once."""
-    parts = (*model.parameters(), *model.buffers())  # packed weights are buffers
-    return sum({id(part): part.numel() * part.element_size() for part in parts}.values())

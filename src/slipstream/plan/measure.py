@@ -23,7 +23,6 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.measure.replay import request_for
 from slipstream.measure.timing import Beat, beats, race
-from slipstream.models.facts import weight_bytes
 from slipstream.plan.predict import AcceptanceCounts, PlanCosts, between
 
 Step = Callable[[str], None]  # a callback that receives the name of each step as it begins
@@ -214,4 +213,6 @@ def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed
 def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:
     """Return the bytes of a model's weights, of its cache per token and for `tokens`; zeros without a model."""
     model, each = getattr(scorer, "model", None), int(getattr(scorer, "bytes_per_token", 0))
-    return {"weights": 0 if model is None else weight_bytes(model), "cache_per_token": each, "cache": each * tokens}
+    parts = () if model is None else (*model.parameters(), *model.buffers())  # packed weights are buffers
+    weights = {id(part): part.nbytes for part in parts}  # shared ones count once
+    return {"weights": sum(weights.values()), "cache_per_token": each, "cache": each * tokens}

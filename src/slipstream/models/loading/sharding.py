@@ -35,7 +35,12 @@ def load_sharded(
         else:
             model = shard(load_model(source, dtype, "cpu", **options), plan)
     except ValueError as error:
-        raise _without_plan(source, error) from error
+        if "has no `tp_plan`" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} has no plan for tensor parallelism in transformers, as most encoder-decoders and GPT-2 have "
+            "none: spread its layers by device_map instead, or give a plan of your own as tp_plan={...}."
+        ) from error
     # A number of key-value heads that is no multiple of the ranks would cut heads apart.
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
@@ -97,12 +102,3 @@ def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:
             f"transformers' plan (difference {difference:.2g} standard deviations): spread its layers by device_map "
             "instead, or give a plan of your own as tp_plan={...}."
         )
-
-
-def _without_plan(source: str | Path, error: ValueError) -> ValueError:
-    if "has no `tp_plan`" not in str(error):
-        return error
-    return ValueError(
-        f"{source} has no plan for tensor parallelism in transformers, as most encoder-decoders and GPT-2 have none: "
-        "spread its layers by device_map instead, or give a plan of your own as tp_plan={...}."
-    )

@@ -71,7 +71,10 @@ def load_processor(name: str | Path) -> Any:
         kind = _kind(name) if "torchvision" in str(error).lower() else None
         if kind is None or VIDEOS not in kind.get_attributes():
             raise
-        return without_videos(kind, name)
+        settings, _ = kind.get_processor_dict(name)
+        parts = [PARTS[part](name) for part in kind.get_attributes()]
+        without: Any = type(kind.__name__, (TakesNoVideos, kind), {})
+        return without.from_args_and_dict(parts, settings)
 
 
 def _kind(name: str | Path) -> Any:
@@ -79,14 +82,6 @@ def _kind(name: str | Path) -> Any:
     settings, _ = ProcessorMixin.get_processor_dict(name)
     known = getattr(transformers, settings.get("processor_class") or "", None)
     return known or PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(name)), None)
-
-
-def without_videos(kind: Any, name: str | Path) -> Any:
-    """Load a processor of the class `kind` without its video part; its other parts are loaded one by one."""
-    settings, _ = kind.get_processor_dict(name)
-    parts = [PARTS[part](name) for part in kind.get_attributes()]
-    without: Any = type(kind.__name__, (TakesNoVideos, kind), {})
-    return without.from_args_and_dict(parts, settings)
 
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (heads, count, head_dim), by the number of the layer
@@ -227,19 +222,14 @@ class MediaProcessor:
         if not count or not mark:
             return text
         if mark not in text:
-            start, end = self._enclosing_texts(modality)
+            name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
+            ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
+            start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
             return f"{start}{mark}{end}" * count + text
         if text.count(mark) != count:
             what = modality.value
             raise ValueError(f"the prompt has {count} {what}, but {mark} stands in it {text.count(mark)} times.")
         return text
-
-    def _enclosing_texts(self, modality: Modality) -> tuple[str, str]:
-        """Return the texts of the tokens that go before and after a placeholder, empty where there are none."""
-        name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
-        ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
-        start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
-        return start, end
 
     def _read(self, made: Any) -> TokensAndMedia:
         ids = tuple(made["input_ids"][0].tolist())
