@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-)
+from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.core.values import first_sentence
@@ -83,16 +77,8 @@ def _missing(path: Path) -> str | None:
 
 def refuse_other_kinds(source: str | Path, config: Any) -> None:
     """Raise ValueError for a model that does not generate text, in place of transformers' list of all that do."""
-    known = any(
-        type(config) in kinds
-        for kinds in (
-            MODEL_FOR_CAUSAL_LM_MAPPING,
-            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-            MODEL_FOR_MULTIMODAL_LM_MAPPING,
-            MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-        )
-    )
+    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+    known = any(type(config) in getattr(auto, f"MODEL_FOR_{name}_MAPPING") for name in names)
     masked = [name for name in getattr(config, "architectures", None) or () if name.endswith("ForMaskedLM")]
     if masked or (not known and not getattr(config, "auto_map", None)):
         what = masked[0] if masked else config.model_type

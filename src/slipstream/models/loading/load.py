@@ -9,20 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto as auto
 
 from slipstream.core.values import first_sentence
 from slipstream.execution.backends import execution
@@ -185,30 +173,21 @@ def _kind(origin: Origin) -> Any:
         raise cannot_load(origin, error) from error
     faults.refuse_other_kinds(origin.source, config)
     faults.refuse_unknown_quantization(origin.source, config)
-    if _sees_images(config):
-        return AutoModelForImageTextToText
-    # transformers lists models that read sound among encoder-decoders only, though they are not encoder-decoders.
-    reads_sound = (
-        type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = type(config)
+    causal, reads_source = (
+        kind in mapping for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
     )
-    if not config.is_encoder_decoder and not reads_sound:
-        alone = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        return AutoModelForMultimodalLM if alone else AutoModelForCausalLM
-    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
-
-
-def _sees_images(config: Any) -> bool:
-    """Whether a model's class reads images too.
-
-    Some configurations have two classes; the one that wrote the checkpoint decides then.
-    """
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return False
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        return True
-    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    names = {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
-    return not names.isdisjoint(config.architectures or ())
+    if kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        # Some configurations have two classes; the one that wrote the checkpoint decides then.
+        images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+        names = {each.__name__ for each in (images if isinstance(images, tuple) else (images,))}
+        if not (causal or reads_source) or not names.isdisjoint(config.architectures or ()):
+            return auto.AutoModelForImageTextToText
+    # transformers lists models that read sound among encoder-decoders only, though they are not encoder-decoders.
+    if not config.is_encoder_decoder and (causal or not reads_source):
+        alone = kind in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING and not causal
+        return auto.AutoModelForMultimodalLM if alone else auto.AutoModelForCausalLM
+    return auto.AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else auto.AutoModelForSeq2SeqLM
 
 
 def cannot_load(origin: Origin, error: Exception) -> ValueError:
