@@ -14,11 +14,10 @@ import transformers
 from torch import Tensor
 
 import slipstream
-from slipstream.kernels.calibrated_rounding import quantize_for, spreading
 from slipstream.kernels.packing import QuantizedLinear, packed, quantized
 from slipstream.kernels.quantization import Codes, Precision, quantize
 from slipstream.models.loading import kept_codes
-from slipstream.models.loading.kept_codes import input_products, own_text
+from slipstream.models.loading.kept_codes import input_products, own_text, quantize_for, spreading
 from slipstream.models.loading.twins import quantized_twin, with_kept_tokens
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, tiny

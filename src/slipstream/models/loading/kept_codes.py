@@ -1,8 +1,9 @@
 """Choosing the codes of a model's weights by calibration, and keeping them in files, since it takes up to minutes.
 
-Their rounding is chosen by the inputs of layers while the model reads text that it wrote itself. Such text needs no
-data set, and is like what the model is going to read: rows that begin with a random token and are continued by it at
-temperature 1 (self-calibration, arXiv 2410.17170).
+Their rounding is chosen by the inputs of layers while the model reads text that it wrote itself, one input after
+another (GPTQ, arXiv 2210.17323): the error of a rounded weight is compensated by those that are not rounded yet, as far
+as their inputs are correlated. Such text needs no data set, and is like what the model is going to read: rows that
+begin with a random token and are continued by it at temperature 1 (self-calibration, arXiv 2410.17170).
 
 A file holds the codes for one set of weights in one precision. Codes of 4 bits lie in it two to a byte, the first of
 them in the lower half.
@@ -21,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from slipstream.files import TensorFileKind, cache_folder, delete_oldest, load_tensors, save_tensors
-from slipstream.kernels.calibrated_rounding import ALGORITHM, DAMPING, quantize_for, spreading
 from slipstream.kernels.packing import plain_weight
-from slipstream.kernels.quantization import Codes, Precision
+from slipstream.kernels.quantization import Codes, Precision, quantize
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import longest_text
 from slipstream.models.recurrent.calls import calls_of
@@ -35,6 +36,52 @@ ROWS, LENGTH, TOGETHER = 32, 256, 4
 """The number of texts, the tokens of each, and the number of texts that are read in one pass."""
 MOST_BYTES = 1 << 30
 """The most bytes of products of inputs held at a time: a model that needs more reads the text several times."""
+
+
+ALGORITHM = 1
+"""The version of the codes that come out; those that were kept by another version are chosen again."""
+DAMPING = 0.01
+"""The number added to each input's product with itself, as a part of their mean, since no text shows all inputs."""
+
+
+def spreading(products: Tensor) -> Tensor:
+    """Return the factor (inputs, inputs) by which later inputs compensate the errors of earlier ones.
+
+    It is the upper Cholesky factor of the inverse of `products`, the sum of x x^T over the tokens of a text.
+    """
+    full, diagonal = products.clone(), products.diagonal()
+    full.diagonal().add_(DAMPING * float(diagonal.mean()) + (diagonal == 0).to(full.dtype))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+@torch.no_grad()
+def quantize_for(weight: Tensor, precision: Precision, factor: Tensor) -> Codes:
+    """Quantize a weight (features, inputs) group by group, with the `factor` of `spreading`."""
+    left = pad(weight.float(), (0, -weight.shape[1] % precision.group))
+    if more := left.shape[1] - len(factor):  # inputs that fill up the last group are zero, and compensate nothing
+        factor = torch.block_diag(factor, torch.eye(more))
+    parts, scales = list[Tensor](), list[Tensor]()
+    for start in range(0, left.shape[1], precision.group):
+        end = start + precision.group
+        inside, group = factor[start:end, start:end], left[:, start:end].clone()
+        scale = quantize(group, precision).scales
+        codes, errors = _rounded(group, scale.float(), inside, precision.middle)
+        left[:, end:] -= errors @ factor[start:end, end:]
+        parts, scales = [*parts, codes], [*scales, scale]
+    return Codes(precision, torch.cat(parts, 1), torch.cat(scales, 1))
+
+
+def _rounded(group: Tensor, scale: Tensor, factor: Tensor, middle: int) -> tuple[Tensor, Tensor]:
+    """Return the codes (features, inputs) of a `group`, which is changed, and the errors that later ones compensate."""
+    codes, errors = torch.empty(group.shape, dtype=torch.uint8), torch.empty_like(group)
+    inverse = torch.where(scale == 0, 0, 1 / scale)[:, 0]
+    for place in range(group.shape[1]):
+        number = (group[:, place] * inverse).round().clamp_(-middle, middle - 1)
+        errors[:, place] = (group[:, place] - number * scale[:, 0]) / factor[place, place]
+        group[:, place + 1 :] -= errors[:, place, None] * factor[place, place + 1 :]
+        codes[:, place] = (number + middle).to(torch.uint8)
+    return codes, errors
 
 
 @torch.inference_mode()
