@@ -8,7 +8,14 @@ import itertools
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.check.families import EveryOther
+from slipstream.core.protocols import Scorer
+from slipstream.core.request import Request
 from slipstream.core.source import Source
+from slipstream.decoding.controllers import Fixed
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.generate import generate, plain
+from slipstream.drafters.model import ModelDrafter
 from slipstream.execution.passes import Execution
 from slipstream.models.causal import CausalScorer
 from slipstream.models.recurrent.scorer import StateScorer
@@ -30,6 +37,17 @@ def source(scorer: CausalScorer | StateScorer, name: int, length: int) -> Source
     if form.features is None:
         return tuple(text(name, length))
     return torch.randn(form.features, generator=torch.Generator().manual_seed(name))
+
+
+def drafts_change_nothing(
+    target: Scorer, draft: Scorer, requests: list[Request], want: list[list[int]], gamma: int = 3
+) -> None:
+    """Assert that greedy texts are `want`, plainly and with drafts that are wrong in every other round."""
+    decoder = Decoder(target, EveryOther(ModelDrafter(draft)), controller=Fixed(gamma))
+    assert [row.output for row in plain(decoder, requests)] == want
+    rows = generate(decoder, requests)
+    assert [row.output for row in rows] == want
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
 
 
 class Reference:

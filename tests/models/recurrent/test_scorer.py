@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,16 +15,15 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from reference import Reference, contract, families, text
+from reference import Reference, contract, drafts_change_nothing, families, text
 from slipstream.check import check
 from slipstream.check.families import architectures
-from slipstream.core.draft import Draft, Tree
+from slipstream.core.draft import Tree
 from slipstream.core.draws import Rng
-from slipstream.core.law import Law
 from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.generate import generate
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
@@ -43,9 +41,7 @@ from slipstream.models.tiny import tiny_config, tiny_model
 from toys import (
     FAMILIES,
     GREEDY,
-    HF_VOCAB,
     WRONG,
-    Altered,
     Cycle,
     Distribution,
     first_tokens,
@@ -218,19 +214,6 @@ def test_a_row_can_go_back_to_any_length() -> None:
     assert rows.scorer.lengths == [12, 2] or max(rows.scorer.lengths) < 20
 
 
-def spoiled(inner: ModelDrafter) -> Altered:
-    """Drafts that are wrong in every other round, in the first and the third row."""
-    turn = itertools.count()
-
-    def spoil(draft: Draft) -> Draft:
-        tokens = draft.tokens.clone()
-        if next(turn) % 2:
-            tokens[::2, 1:2] = (tokens[::2, 1:2] + 1) % HF_VOCAB
-        return replace(draft, tokens=tokens, law=draft.law and Law(tokens=tokens))
-
-    return Altered(inner, spoil)
-
-
 @pytest.mark.parametrize("family", SOME)
 def test_greedy_text_is_that_of_transformers(family: str) -> None:
     ours = model(family)
@@ -239,12 +222,7 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     want = [ours.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
     requests = [request(prompt, 12, GREEDY) for prompt in prompts]
-    drafter = spoiled(ModelDrafter(StateScorer(ours)))
-    decoder = Decoder(fresh(scorer(family)), drafter, controller=Fixed(4))
-    assert [row.output for row in plain(decoder, requests)] == want
-    rows = generate(decoder, requests)
-    assert [row.output for row in rows] == want
-    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+    drafts_change_nothing(fresh(scorer(family)), StateScorer(ours), requests, want, gamma=4)
 
 
 def test_rows_that_join_and_leave_change_nothing() -> None:
