@@ -49,7 +49,7 @@ class Native:
         inputs = tensors_of_pass(work, stores)
         if places not in self._recordings:
             try:
-                self._recordings[places] = self._recorded(work, stores, inputs, places, watching)
+                self._record(work, stores, inputs, places, watching)
             except Exception as error:  # of any type, from the model's own code on small tensors
                 self.fault = f"{self.name} runs without a program: {first_sentence(error)}"
                 return None
@@ -62,15 +62,16 @@ class Native:
     def of(self, model: PreTrainedModel, name: str) -> Native:
         return Native(model, name)
 
-    def _recorded(
+    def _record(
         self, work: Pass, stores: Stores, inputs: tuple[Any, ...], places: Places, watching: Watching | None
-    ) -> Recording:
-        """Return the recording of a pass with its states at `places`. Raises ValueError if it gives other results."""
+    ) -> None:
+        """Record a pass with its states at `places`. Raises ValueError if its program gives other results."""
         function = traced_pass(self.model, places, watching)
         recording = recorded(function, inputs, sizes_of_pass(work, stores))
+        program = Program(recording)
         with inputs_as_they_are(self.model) as rounds:
             unrounded = function(*inputs) if rounds else None
-        eager, made = function(*inputs), Program(recording)(inputs)
+        eager, made = function(*inputs), program(inputs)
         for number, what in enumerate(("logits", *["hidden states"] * len(places))):
             compare(eager[number], made[number], what, None if unrounded is None else unrounded[number])
-        return recording
+        self._recordings[places], self._programs[places, True] = recording, program

@@ -31,6 +31,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 ARITHMETIC = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.int8, torch.uint8)
 TYPES = (*ARITHMETIC, torch.float16, torch.int16, torch.complex64)
 """The types of tensors in the order in which program.cpp numbers them; instructions compute with the first ones."""
+NUMBERS = {dtype: number for number, dtype in enumerate(TYPES)}
 
 TRIED = ((2, 3, 5, 7, 11, 13, 17), (3, 7, 11, 17, 19, 37, 43))
 """The sizes of both recordings, by the order of their names.
@@ -123,13 +124,11 @@ def is_array(leaf: Any) -> bool:
 
 def tensors_in(things: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
     """Append the tensors of nested tuples, lists and dictionaries to a list; torch's function for it takes longer."""
-    for each in things:
+    for each in things.values() if isinstance(things, dict) else things:
         if isinstance(each, Tensor):
             found.append(each)
-        elif isinstance(each, tuple | list):
+        elif isinstance(each, tuple | list | dict):
             tensors_in(each, found)
-        elif isinstance(each, dict):
-            tensors_in(each.values(), found)
     return found
 
 
@@ -202,17 +201,16 @@ class Recorder(TorchDispatchMode):
 
     def array(self, tensor: Tensor) -> Array:
         """Return where a tensor lies; memory that was not met yet is the program's own."""
-        if tensor.dtype not in TYPES:
+        if (kind := NUMBERS.get(tensor.dtype)) is None:
             raise Unrecordable(f"there are no instructions for {tensor.dtype}")
         number = self.known(tensor)
         number = self.add(tensor, MemoryKind.OWN) if number is None else number
-        kind = TYPES.index(tensor.dtype)
         return Array(number, kind, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
     def operand(self, thing: Any, like: Tensor | None = None) -> Operand:
         """Return an operand: a tensor, spread over the sizes of `like` if it is given, a number, or None."""
         if isinstance(thing, Tensor):
-            return self.array(thing if like is None else thing.expand(like.shape))
+            return self.array(thing if like is None or thing.shape == like.shape else thing.expand(like.shape))
         return thing
 
     def emit(
@@ -248,28 +246,33 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs), [])
-        by_places = func is torch.ops.aten.index.Tensor and all(leaf.dtype != torch.bool for leaf in given[1:])
-        if TELLING & set(func.tags) and not by_places:
+        name, tells, mutates = _facts(func)
+        if tells and not (name == "aten.index" and all(leaf.dtype != torch.bool for leaf in given[1:])):
             raise Unrecordable("what it does depends on the contents of tensors")
         for leaf in given:
             self.constant(leaf)
         out = func(*args, **kwargs)
         made = tensors_in((out,), [])
-        if not func._schema.is_mutable and all(self.known(leaf) is not None for leaf in made):
+        if not mutates and all(self.known(leaf) is not None for leaf in made):
             return out  # views
-        folds = bool(given) and not func._schema.is_mutable and all(map(self._is_constant, given))
+        folds = bool(given) and not mutates and all(map(self._is_constant, given))
         if folds and sum(leaf.nbytes for leaf in made) <= self.folded:
             for leaf in made:
                 self.constant(leaf)
             return out
         known = all(leaf.dtype in ARITHMETIC for leaf in (*given, *made)) or func.namespace == "slipstream"
-        handler = self.handlers.get(str(func.overloadpacket)) if known else None
-        (handler or Recorder.call)(self, func, out, args, kwargs)
+        (self.handlers.get(name, Recorder.call) if known else Recorder.call)(self, func, out, args, kwargs)
         return out
 
     def _is_constant(self, tensor: Tensor) -> bool:
         number = self.known(tensor)
         return number is not None and self.storages[number].memory is MemoryKind.CONSTANT
+
+
+@cache
+def _facts(operator: Any) -> tuple[str, bool, bool]:
+    """Return an operator's name, whether its result tells what tensors contain, and whether it changes a tensor."""
+    return str(operator.overloadpacket), bool(TELLING & {*operator.tags}), operator._schema.is_mutable
 
 
 Handler = Callable[[Recorder, Any, Any, Any, Any], None]
