@@ -12,15 +12,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
-
-torch.set_num_threads(1)
 
 # Derandomized: the examples depend on the test, and on the modules that are imported beside it, whose constants are
 # tried; no deadline: machines differ.
 settings.register_profile("house", derandomize=True, deadline=None, max_examples=40, database=None)
 settings.load_profile("house")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Look for no garbage until all is imported, which stays."""
+    gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,10 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that was imported out of later collections of garbage, each of which would look at it for half a
-    second."""
-    gc.collect()
+    """Leave all that was imported out of collections of garbage, each of which would look at it for half a second."""
+    import torch  # not in the process that only hands out tests
+
+    torch.set_num_threads(1)
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
