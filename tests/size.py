@@ -32,6 +32,12 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    """Return all nodes of a module's tree."""
+    return list(ast.walk(parsed(source)))
+
+
 def lines(*folders: Path) -> int:
     """Return the number of lines of code files in these folders."""
     files = (path for folder in folders for kind in ("*.py", "*.cpp", "*.h") for path in folder.rglob(kind))
@@ -50,7 +56,7 @@ def naming(word: str) -> int:
 
 def shared_names(sources: list[str]) -> list[str]:
     """Return the names that classes of several modules have."""
-    trees = (ast.walk(parsed(source)) for source in sources)
+    trees = map(nodes, sources)
     found = Counter(name for tree in trees for name in {node.name for node in tree if isinstance(node, ast.ClassDef)})
     return sorted(name for name, modules in found.items() if modules > 1)
 
@@ -58,7 +64,7 @@ def shared_names(sources: list[str]) -> list[str]:
 def helpers(source: str) -> tuple[int, int]:
     """Return how many functions a module has, and how many private ones its code names just once."""
     named, functions = Counter[str](), list[str]()
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Name | ast.Attribute):
             named[node.id if isinstance(node, ast.Name) else node.attr] += 1
         elif isinstance(node, ast.FunctionDef):
@@ -71,7 +77,7 @@ def arrows(package: Path = SOURCE) -> set[tuple[str, str]]:
     found = set()
     for path in package.rglob("*.py"):
         room = path.relative_to(package).parts[0].removesuffix(".py")
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slipstream."):
                 found.add((room, str(node.module).split(".")[1]))
     return {(one, other) for one, other in found if one != other}
@@ -81,7 +87,7 @@ def measured() -> dict[str, int]:
     """Return the figures of the project by the names of `CEILINGS`."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))]
     functions, once = (sum(column) for column in zip(*map(helpers, sources), strict=True))
-    rooms = {pair for arrow in arrows() for pair in arrow}
+    between = arrows()
     figures = (
         lines(SOURCE),
         lines(ROOT / "tests", ROOT / "reproduction" / "tests"),
@@ -91,8 +97,8 @@ def measured() -> dict[str, int]:
         words(*(ROOT / "docs").rglob("*.md")),
         len(shared_names(sources)),
         round(100 * once / functions),
-        len(rooms),
-        len(arrows()),
+        len({room for arrow in between for room in arrow}),
+        len(between),
     )
     return dict(zip(CEILINGS, figures, strict=True))
 

@@ -161,7 +161,7 @@ def imports(room: str, source: str, is_package: bool = False) -> list[Import]:
     """Every import of a module, also inside functions, under TYPE_CHECKING and by `import_module("...")`."""
     found = list[Import]()
     here = ["slipstream", *([] if room == "__init__" else room.split("."))]
-    for node in ast.walk(size.parsed(source)):
+    for node in size.nodes(source):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -339,7 +339,7 @@ def json_faults(room: str, source: str) -> list[str]:
     """Uses of `json.dump` and `json.dumps`, which write NaN and Infinity that no other reader of JSON takes."""
     names = [
         (node.lineno, node.attr if isinstance(node, ast.Attribute) else alias)
-        for node in ast.walk(size.parsed(source))
+        for node in size.nodes(source)
         for alias in (
             [a.name for a in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else [""]
         )
@@ -401,7 +401,7 @@ def naming_faults(file: str, source: str) -> list[str]:
         return []
     spoken = (
         (node, name)
-        for node in ast.walk(size.parsed(source))
+        for node in size.nodes(source)
         for name in (getattr(node, field, None) for field in ("id", "attr", "arg", "value"))
         if isinstance(name, str) and name in names
     )
@@ -433,7 +433,7 @@ def code_lines(source: str) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SILENT:
             code.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(size.parsed(source)):
+    for node in size.nodes(source):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if ast.get_docstring(node) is not None:
@@ -551,7 +551,7 @@ def is_private(name: str) -> bool:
 def privacy_faults(source: str) -> list[str]:
     """Uses of private names that belong to others: imported, as attributes, and by their names in text."""
     faults = []
-    for node in ast.walk(size.parsed(source)):
+    for node in size.nodes(source):
         names = list[str]()
         if isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
@@ -610,7 +610,7 @@ def face_faults(module: ModuleType) -> list[str]:
 
 def import_without(source: str, *absent: str) -> subprocess.CompletedProcess[str]:
     """Run source in a fresh interpreter where some packages cannot be imported."""
-    block = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+    block = f"import gc, sys; gc.disable(); sys.modules.update(dict.fromkeys({absent!r}))\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", block + source]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
