@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -66,6 +67,7 @@ class Command:
 def _run(arguments: tuple[str, ...], files: dict[int, Any], first: Callable[[], object]) -> None:
     from slipstream.cli import main
 
+    gc.freeze()  # what the server of forks has imported needs no look
     os.setsid()
     for number, file in files.items():
         os.dup2(file.detach(), number)
