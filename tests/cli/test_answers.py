@@ -48,9 +48,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-# ---- the file ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_an_interruption_waits_for_the_end_of_a_line() -> None:
     """The likeliest moment: whoever reads the line is woken by its flush."""
@@ -64,9 +61,6 @@ def test_an_interruption_waits_for_the_end_of_a_line() -> None:
         answers.write(3, {})
     assert answers.written == {3} and answers.stream.getvalue() == '{"index": 3}\n'  # type: ignore[attr-defined]
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-# ---- failures and notes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("failing")
@@ -116,9 +110,6 @@ def test_text_is_printed_in_order_as_soon_as_possible(monkeypatch: pytest.Monkey
     result = run("generate", "a", "b", "c")
     assert result.exit_code == 130
     assert result.stdout == (f"==> prompt 1 <==\na{done[0].text}\n\n==> prompt 2 <==\nb{done[1].text}\n")
-
-
-# ---- a process that is told to end ------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

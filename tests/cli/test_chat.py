@@ -74,9 +74,6 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-# ---- what is said -----------------------------------------------------------------------------------------------
-
-
 def test_a_conversation_is_remembered(engine: Echoes, chat: Callable[..., Result]) -> None:
     done = chat(["hi", "", "and then?"], "--system", "be kind")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "answer 1\nanswer 2\n", "")
@@ -133,9 +130,6 @@ def test_tokens_have_the_colours_of_explain(engine: Echoes, chat: Callable[..., 
     assert "\x1b" not in chat(["hi"], FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
-# ---- what goes wrong --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_ends_the_answer_alone(engine: Echoes, chat: Callable[..., Result], as_json: bool) -> None:
     engine.error = KeyboardInterrupt()
@@ -155,9 +149,6 @@ def test_what_cannot_be_answered_is_not_remembered(engine: Echoes, chat: Callabl
     assert done.exit_code == 2  # for whoever reads the output of a pipe
     assert done.stderr == ("slipstream: the conversation has 99 tokens, but toy holds 9. /reset begins a new one.\n")
     assert engine.prompts[1] == [turn("user", "again")]
-
-
-# ---- with models ------------------------------------------------------------------------------------------------
 
 
 def test_the_embedded_pair_continues_text(chat: Callable[..., Result]) -> None:

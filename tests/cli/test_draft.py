@@ -101,8 +101,6 @@ def test_what_a_memory_holds_is_listed(tmp_path: Path) -> None:
     assert "damaged or no memory" in run("draft", "list", f"{store}/damaged").stdout
 
 
-# ---- heads -----------------------------------------------------------------------------------------------------------
-
 FEW = ("--steps", "3", "--length", "16", "--rows", "2", "--heads", "2", "--inner", "8")
 
 
@@ -169,9 +167,6 @@ def test_a_damaged_target_is_one_sentence_and_no_file(
     assert result.exit_code == WRONG and not result.stdout
     assert "the embedded target gives non-finite logits" in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "heads").exists()
-
-
-# ---- layers, and what is wrong ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

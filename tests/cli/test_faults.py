@@ -163,8 +163,6 @@ def test_a_killed_command_leaves_the_old_file(place: Path, name: str, how: signa
     writer.reads(place / "out" / writer.file)
 
 
-# ---- before any work --------------------------------------------------------------------------------------------
-
 REFUSED = [
     (("draft", "build", "ngram:text.txt", "text.txt", "--force"), "text.txt: it is an input of this command"),
     (("draft", "build", "ngram:notes.md", "text.txt"), "notes.md: it exists and is no n-gram model"),

@@ -97,8 +97,6 @@ def test_every_route_with_a_json_body_reads_it_so() -> None:
     assert all(any(isinstance(each, WrapValidator) for each in body.metadata) for body in bodies)
 
 
-# ---- where the work is done ------------------------------------------------------------------------------------------
-
 SEEN: list[tuple[str, int]] = []  # threads of the work, and how many pieces of it ran together
 RUNNING: list[str] = []
 

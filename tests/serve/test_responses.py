@@ -131,9 +131,6 @@ def test_a_kept_response_is_found_until_it_is_deleted(client: openai.OpenAI) -> 
             again(answer.id)
 
 
-# ---- without a server ----
-
-
 def messages(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     body = ResponsesRequest.model_validate({"input": list(items), **fields})
     conversation = Conversations().resume(body, "", 0)

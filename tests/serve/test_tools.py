@@ -200,9 +200,6 @@ def test_a_family_without_a_form_is_read_as_it_is(tokenizer: Any) -> None:
     assert read(verbatim, "<think>x</think> y", tokenizer).content == "<think>x</think> y"
 
 
-# ---- fuzz ----
-
-
 def mutated(text: str, marks: list[str], chance: random.Random) -> str:
     """A text with some pieces dropped, doubled, moved or replaced, mostly at its marks."""
     pieces = [text]
@@ -274,9 +271,6 @@ def test_parts_that_are_read_alone_are_caught() -> None:
         made.tokenizer.get_response_parser(made.template, prefix="").feed(MALFORMED["escape"])
 
 
-# ---- pieces ----
-
-
 def pieces(text: str, tokenizer: Any, stop: str | None = None) -> list[Piece]:
     """A text as the pieces of a stream, a token each; what a stop string cuts off has tokens and no text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -338,8 +332,6 @@ def test_many_calls_are_told_one_by_one(tokenizer: Any) -> None:
     assert [call.function.name for call in message.tool_calls] == ["add", "sub"] and message.content is None
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": "],["}
 
-
-# ---- with another form ----
 
 THING = {
     "type": "object",

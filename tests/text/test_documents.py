@@ -103,9 +103,6 @@ def test_arrays_of_objects_are_never_opened(tmp_path: Path) -> None:
         documents(tmp_path / "absent")
 
 
-# ---- as a draft -------------------------------------------------------------------------------------------------
-
-
 def test_a_specification_opens_what_is_there(tmp_path: Path) -> None:
     context = BuildContext(CausalScorer(tiny(FAMILIES["llama"])))
     with pytest.raises(ValueError, match=r"holds no datastore: build one .*learn=true"):

@@ -24,9 +24,6 @@ def spelling(name: str) -> Spelling:
     return Spelling(tongue(name))
 
 
-# ---- the oracle: bytes by the names of tokens ----
-
-
 def text_of(name: str, tokens: Sequence[int], final: bool = True) -> str:
     """The text of tokens, made of their bytes; unless `final`, without an incomplete character at its end."""
     printed = [token for token in tokens if token not in spelling(name).hidden]
@@ -54,9 +51,6 @@ def stopped(name: str, prompt: Sequence[int], output: Sequence[int], stops: Sequ
     text = answer(name, prompt, output)
     ends = [place for stop in stops if (place := text.find(stop, max(0, len(known) - len(stop) + 1))) >= 0]
     return text[: min(ends)] if ends and len(output) > least else text
-
-
-# ---- every kind, random tokens, random stops ----
 
 
 def some_tokens(name: str, rng: random.Random, count: int) -> list[int]:
@@ -155,9 +149,6 @@ def test_bytes_without_end_are_decoded_in_short_tails() -> None:
     endless = Detokenizer(decode)
     written = "".join(endless.push(0x80) for _ in range(10_000)) + endless.flush()
     assert (written, longest) == ("\ufffd" * 10_000, 2 * Detokenizer.TAIL)
-
-
-# ---- special tokens and stop strings ----
 
 
 def transcript(text: str, stops: Sequence[str], least: int = 0) -> EmittedText:

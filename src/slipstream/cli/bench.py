@@ -133,9 +133,6 @@ def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]
     return engine, others
 
 
-# ---- printing ---------------------------------------------------------------------------------------------------
-
-
 SPEED = ("tokens/s", "min-max", "x plain", "x generate", "same")
 ROUND = ("alpha", "kept", "per call", "ms per round", "over")
 LEGEND = (

@@ -227,9 +227,6 @@ def _about(distiller: Distiller, target: str, data: Sequence[str], origin: str, 
     )
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
-
-
 def _measurement_line(measurement: Measurement, total: int) -> str:
     parts = list[str]()
     columns = zip((0, 1), measurement.alpha, measurement.kept, measurement.gammas, measurement.gains, strict=True)

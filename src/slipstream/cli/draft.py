@@ -26,8 +26,6 @@ def root() -> None:
     """
 
 
-# ---- build -----------------------------------------------------------------------------------------------------------
-
 Name = Annotated[
     str,
     typer.Argument(
@@ -102,8 +100,6 @@ def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     report, text = builder.build(place, sources or [], context.params)
     print(json_text(report) if context.params["as_json"] else text)
 
-
-# ---- list and forget -------------------------------------------------------------------------------------------------
 
 Drafts = Annotated[
     list[str] | None, typer.Argument(metavar="DRAFT...", help="Drafts to try. Without: all that can be tried here.")

@@ -100,9 +100,6 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     return {"out": folder, **report}, f"{text}\n{alphas}"
 
 
-# ---- what the target writes ------------------------------------------------------------------------------------------
-
-
 def _loaded(params: dict[str, Any], rows: int) -> Engine:
     with busy("loading"):
         source, dtype = alone(params["target"], params["dtype"])

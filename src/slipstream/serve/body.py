@@ -138,9 +138,6 @@ def _check_other(name: str, value: Any, model: type[Body]) -> None:
     raise FieldError(shown, "this field would change the answer and is not served: leave it out.")
 
 
-# ---- what is said of errors ------------------------------------------------------------------------------------------
-
-
 def complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
     """Return a sentence about the most telling error of a body that pydantic refused, and the path of its field.
 

@@ -64,8 +64,6 @@ def speculation(body: Decoding | ResponsesRequest) -> SpeculationOptions:
     return SpeculationOptions(gamma=0) if speculative is False else SpeculationOptions()
 
 
-# ---- the form of the answer ------------------------------------------------------------------------------------------
-
 MAKERS = {"json_": Grammars.json_schema, "regex": Grammars.regex, "choice": Grammars.choice, "grammar": Grammars.lark}
 """The forms of `structured_outputs` -> what makes a grammar of each."""
 

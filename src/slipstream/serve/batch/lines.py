@@ -110,9 +110,6 @@ def fingerprint(values: Iterable[Any]) -> str:
     return hashed.hexdigest()[:32]
 
 
-# ---- files -> records ---------------------------------------------------------------------------------------------
-
-
 def _text_records(name: str) -> Iterator[dict[str, Any] | ValueError]:
     data, name = read_unpacked(name)
     lines = [line for line in data.splitlines() if line.strip()]
@@ -140,9 +137,6 @@ def _parquet_records(path: str | Path) -> Iterator[dict[str, Any] | ValueError]:
                     yield {name: value for name, value in row.items() if value is not None}
     except ArrowException as error:
         raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-
-
-# ---- records -> lines ---------------------------------------------------------------------------------------------
 
 
 def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> BatchLine:

@@ -88,9 +88,6 @@ def _of_output(body: CompletionRequest, most: int) -> dict[str, Any]:
     return {**logprobs, "echo": True} if body.echo else logprobs
 
 
-# ---- the best of several ---------------------------------------------------------------------------------------------
-
-
 def count_written(body: CompletionRequest, settings: ServeSettings) -> int:
     """Return how many texts are written for every prompt."""
     asked, most = body.n or 1, settings.limits.samples
@@ -122,9 +119,6 @@ def most_probable(completions: Sequence[Completion], written: int, asked: int) -
     starts = range(0, len(completions), written)
     ranked = (sorted(range(start, start + written), key=mean_logprob, reverse=True) for start in starts)
     return [place for places in ranked for place in places[:asked]]
-
-
-# ---- beam search -----------------------------------------------------------------------------------------------------
 
 
 def refuse_beam_fields(body: CompletionRequest) -> None:
