@@ -58,7 +58,6 @@ class Probed(Scorer, Protocol):
 
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """Return the logits (1, n, vocab) of one text by the model's own forward."""
-        ...
 
 
 def refuse_dependence_on_passes(config: Any, name: str) -> None:

@@ -156,28 +156,22 @@ class Laws(Protocol):
     @property
     def rows(self) -> int:
         """The number of laws."""
-        ...
 
     def select(self, rows: Tensor) -> Self:
         """Return the laws of these rows, in this order; a row may come more than once."""
-        ...
 
     def join(self, others: Sequence[Self]) -> Self:
         """Return these laws, then those of others."""
-        ...
 
     def sample(self, numbers: Numbers) -> Tensor:
         """Draw a state from each law -> (rows, *state)."""
-        ...
 
     def log_density(self, states: Tensor) -> Tensor:
         """Return the logarithm of probability or density at `states` (rows, *state) -> (rows,). It must be normalized,
         or lack the same factor in p and q."""
-        ...
 
     def residual(self, q: Self, refused: Tensor, numbers: Numbers) -> Tensor:
         """Replace refused states that were drawn from q: draw (rows, *state) from norm(max(0, p - q))."""
-        ...
 
 
 def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:

@@ -34,11 +34,9 @@ class Budget(Protocol):
 
     def used(self, progress: Progress) -> float:
         """Return the share of the budget that is used; at 1 the training ends."""
-        ...
 
     def saves(self, progress: Progress) -> int:
         """Return how many times the state should have been saved by now."""
-        ...
 
 
 @dataclass(frozen=True)

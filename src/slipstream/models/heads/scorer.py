@@ -68,31 +68,25 @@ class Head(Protocol):
     @property
     def places(self) -> tuple[int, ...]:
         """The places of the target's hidden states that it reads."""
-        ...
 
     @property
     def vocab(self) -> int: ...
 
     def combine(self, states: Tensor) -> Tensor:
         """Combine the target's states (rows, n, width of all places) -> the network's input (rows, n, width)."""
-        ...
 
     @property
     def targets(self) -> Tensor | None:
         """The ids in the target's vocabulary of the tokens that it drafts, in rising order; None for all."""
-        ...
 
     def __call__(self, step: int, tokens: Tensor, hidden: Tensor, behind: Behind) -> Tensor:
         """Run layer `step` on tokens (rows, n) and the states before them -> states (rows, n, width)."""
-        ...
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, n, drafted tokens) of the next tokens."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, n, vocabulary of the target) of the next tokens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,6 @@ class RecordsStates(Protocol):
 
     def record(self, places: Sequence[int]) -> HiddenStates:
         """Record the hidden states at some places of every token, as long as the result lives."""
-        ...
 
 
 class OnTargetStates(OnMemory):
