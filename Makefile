@@ -56,9 +56,10 @@ test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in 
 	@$(BIN)/mypy
 	@$(MAKE) --no-print-directory pytest
 
+# Tests start many processes, of which none should compile again what another has compiled.
 pytest: $(STAMPS)/test
 	@echo '== pytest'
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n 2 --dist loadgroup
+	@PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n 2 --dist loadgroup
 
 test-newest: ## Run the tests with the newest versions that pip finds, in .venv-newest
 	@rm -rf .venv-newest/.stamps
