@@ -1,1 +1,1 @@
-"""The parts of `recipes/chat_draft.py`."""
+"""The parts of `recipes/phrases.py`."""

@@ -1,4 +1,4 @@
-"""Chats that a target writes with itself, stored with its hidden states, which training then need not compute again."""
+"""Chats that a target writes with itself, in batches that are stored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from torch import Tensor
 
 from chat.openings import opening
 from slipstream.files import atomic_write
-from slipstream.models.heads.hidden_states import LAST
-
-PLACES = (2, 15, 27, LAST)
-"""The places of the hidden states that are stored, and that the draft reads."""
 
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>"
 TEMPERATURES = (0, 0, 0, 0.7, 1, 1, 1, 1)
@@ -40,7 +36,7 @@ class ChatWriter:
 
     def __init__(self, scorer: Any, tokenizer: Any, folder: Path, rows: int, length: int) -> None:
         self.scorer, self.tokenizer, self.folder, self.rows, self.length = scorer, tokenizer, folder, rows, length
-        self.states, self.answers = scorer.record(PLACES), list[str]()
+        self.answers = list[str]()
         self.end = self.ids(END)[0]
         whole = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
         self.start = self.ids(whole[: whole.index(USER)] + USER)
@@ -79,17 +75,15 @@ class ChatWriter:
         self.scorer.free([0])
         tokens = torch.zeros(self.rows, self.length, dtype=torch.int32)
         tokens[:, : len(self.start)] = torch.tensor(self.start)
-        answer, total = torch.zeros_like(tokens, dtype=torch.uint8), torch.zeros(self.rows, self.length)
+        answer = torch.zeros_like(tokens, dtype=torch.uint8)
         pending = [self._next(chat, self.ids("What")[0], rng) for chat in chats]
         for place in range(len(self.start), self.length):
             tokens[:, place], answer[:, place] = torch.tensor(pending).T
             logits = self.scorer.extend(tokens[:, place, None].long(), [1] * self.rows)[:, 0].float()
-            total[:, place] = logits.logsumexp(-1)
             drawn = _drawn(logits, chats, generator)
             pending = [self._next(chat, token, rng) for chat, token in zip(chats, drawn, strict=True)]
-        states = self.states.of(torch.arange(self.length)[None].expand(self.rows, -1)).to(torch.bfloat16)
         self.scorer.free(range(self.rows))
-        return {"tokens": tokens, "answer": answer, "total": total, "states": states}
+        return {"tokens": tokens, "answer": answer}
 
     def _next(self, chat: Chat, drawn: int, rng: Random) -> tuple[int, int]:
         """Return the next token of a chat, and whether it is of an answer: 1 for the likeliest, 2 for a sampled one."""

@@ -31,6 +31,7 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.same_rows import exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
@@ -76,6 +77,7 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "ngram": lambda target: Ngram(GRAMS, VOCAB),
     "ngram online": lambda target: Ngram(GRAMS, VOCAB, online=True),
     "lookup": lambda target: Lookup(),
+    "phrases": lambda target: PhraseDrafter(Phrases.fit([[0, 2, 1], [1, 2, 1, 0], [2, 1, 0]], VOCAB), VOCAB),
     "datastore": lambda target: Datastore(VOCAB, Corpus.build([[0, 2, 1, 1, 0, 2, 2, 0, 1]], VOCAB)),
     "chain": lambda target: chain(),
     "lookup in a chain": lambda target: ChainDrafter(scorer(DRAFT, "draft"), Lookup(), gamma=2),

@@ -21,7 +21,7 @@ DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
 DRAFTS = (
     *("int4", "int8", "window:N", "lookup", "ngram:FILE", "datastore:DIR", "exit:LAYERS", "eagle3:NAME", "dflash:NAME"),
-    *("mtp", "heads:DIR", "tcp://HOST:PORT", "embedded", "plain"),
+    *("phrases:FILE", "mtp", "heads:DIR", "tcp://HOST:PORT", "embedded", "plain"),
 )
 """The forms of drafts besides names of models, for users; the table is `drafters.kinds.KINDS`."""
 

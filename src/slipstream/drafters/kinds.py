@@ -27,6 +27,7 @@ from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.remote.address import Settings, split_address
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.hello import VocabularySketch, read_key
@@ -159,6 +160,12 @@ def plain(context: BuildContext, value: str) -> Drafter:
 )
 def lookup(context: BuildContext, value: str, **options: Any) -> Drafter:
     return Lookup(**options, vocab=context.target.vocab)
+
+
+@kind("phrases:FILE", "copies, and what the target often writes next; phrases:smollm2 ships with the package")
+def phrases(context: BuildContext, file: str) -> Drafter:
+    shipped = EMBEDDED / f"{file}.phrases"
+    return PhraseDrafter(Phrases.load(shipped if shipped.is_file() else file), context.target.vocab)
 
 
 @kind("exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`")

