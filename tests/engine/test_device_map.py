@@ -114,7 +114,7 @@ def test_texts_of_a_spread_model_are_those_of_one_piece(family: str, places: Any
     assert spread.decoder.target.device.type == "cpu"
     for options in ({}, {"temperature": 1.0, "verify": "coupled"}):
         texts = [
-            [done.tokens for done in engine.generate(prompts, max_new_tokens=12, **options)] for engine in (one, spread)
+            [done.tokens for done in engine.generate(prompts, max_new_tokens=6, **options)] for engine in (one, spread)
         ]
         assert texts[0] == texts[1]
 
