@@ -20,11 +20,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-)
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
@@ -90,22 +88,26 @@ class FamilyTrial:
 def architectures(names: Sequence[str] = ()) -> list[Architecture]:
     """List the architectures of the installed transformers, or those of the families or classes named."""
     listed = []
-    for encoder, vision, mapping in (
-        (False, False, MODEL_FOR_CAUSAL_LM_MAPPING),
-        (True, False, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
-        (False, True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    for encoder, vision, task in (
+        (False, False, "CAUSAL_LM"),
+        (True, False, "SEQ_TO_SEQ_CAUSAL_LM"),
+        (False, True, "IMAGE_TEXT_TO_TEXT"),
     ):
-        for config, kinds in mapping.items():
-            some = kinds if isinstance(kinds, tuple) else (kinds,)
-            listed += [Architecture(config, kind, encoder, vision) for kind in some]
-    known = {name.lower() for each in listed for name in (each.family, each.name)}
+        for family, kinds in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            some = kinds if isinstance(kinds, tuple | list) else (kinds,)
+            listed += [(family, kind, encoder, vision) for kind in some if family in CONFIG_MAPPING]
+    known = {name.lower() for each in listed for name in each[:2]}
     if unknown := [name for name in names if name.lower() not in known]:
         raise ValueError(
             f"{', '.join(unknown)}: transformers has no such model for texts; name a type, such as qwen3_next, or a "
             "class, such as LlamaForCausalLM."
         )
     wanted = {name.lower() for name in names}
-    return [each for each in listed if not wanted or {each.family.lower(), each.name.lower()} & wanted]
+    return [  # importing the code of all takes seconds
+        Architecture(CONFIG_MAPPING[family], getattr(transformers, kind), *where)
+        for family, kind, *where in listed
+        if not wanted or {family.lower(), kind.lower()} & wanted
+    ]
 
 
 def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[FamilyTrial]:
