@@ -53,7 +53,7 @@ def same_texts(settings: dict[str, Any], work: str = "texts") -> dict[str, Any]:
 
 
 def test_texts_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
-    settings = pair("llama", tmp_path)
+    settings = pair("llama", tmp_path, vocab_size=102)  # transformers 5.20 divides even numbers only
     found = same_texts(settings, "few")
     assert found["greedy"] != found["coupled"]
     assert found["bytes_per_token"] == 128, "each rank keeps one of the two heads of keys and values of both layers"

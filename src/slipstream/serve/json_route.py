@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from email.message import Message
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -39,6 +39,8 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         model = self.body_field.field_info.annotation if self.body_field else None
+        if get_origin(model) is Annotated:  # FastAPI has taken it apart itself since
+            model = get_args(model)[0]
 
         async def handle(request: Request) -> Response:
             if isinstance(model, type) and issubclass(model, BaseModel):
