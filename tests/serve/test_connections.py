@@ -31,7 +31,9 @@ def asked(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable
         )
         with listen("127.0.0.1", 0) as listener:
             server = uvicorn.Server(
-                uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", timeout_keep_alive=keep_alive)
+                uvicorn.Config(
+                    app, http=Connection, ws="none", log_config=None, lifespan="off", timeout_keep_alive=keep_alive
+                )
             )
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             reader, writer = await asyncio.open_connection(*listener.getsockname())

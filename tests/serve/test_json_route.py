@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -94,7 +94,8 @@ def test_every_route_with_a_json_body_reads_it_so() -> None:
     assert all(isinstance(route, JsonRoute) for route in routes)
     bodies = [route.body_field.field_info for route in routes if route.body_field]  # type: ignore[attr-defined]
     assert len(bodies) >= 5
-    assert all(any(isinstance(each, WrapValidator) for each in body.metadata) for body in bodies)
+    parts = [[*body.metadata, *get_args(body.annotation)] for body in bodies]  # FastAPI 0.115 leaves them together
+    assert all(any(isinstance(each, WrapValidator) for each in body) for body in parts)
 
 
 SEEN: list[tuple[str, int]] = []  # threads of the work, and how many pieces of it ran together

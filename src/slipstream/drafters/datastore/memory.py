@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,21 +142,26 @@ class ResponseMemory:
     def _open(self) -> sqlite3.Connection:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         try:
-            connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            _settle(connection)
-            _create(connection, self._about)
-            about = dict(connection.execute("SELECT name, value FROM about"))
+            with ExitStack() as failing:  # closes what cannot be used
+                connection = sqlite3.connect(
+                    self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+                )
+                failing.callback(connection.close)
+                _settle(connection)
+                _create(connection, self._about)
+                about = dict(connection.execute("SELECT name, value FROM about"))
+                for name, wanted in self._about.items():
+                    stored = about.get(name, "")
+                    if stored != wanted and (stored and wanted):
+                        raise ValueError(
+                            f"{self.path} was made with another {name} ({stored}, here {wanted}): remove it or use "
+                            "another."
+                        )
+                failing.pop_all()
         except sqlite3.OperationalError as error:
             raise OSError(f"cannot open the memory {self.path}: {error}.") from error
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{self.path} is damaged or no memory ({error}): remove it to begin a new one.") from error
-        for name, wanted in self._about.items():
-            stored = about.get(name, "")
-            if stored != wanted and (stored and wanted):
-                connection.close()
-                raise ValueError(
-                    f"{self.path} was made with another {name} ({stored}, here {wanted}): remove it or use another."
-                )
         finalize(self, _close, connection, os.getpid())
         return connection
 
