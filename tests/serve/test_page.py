@@ -105,7 +105,7 @@ def drafting_page(driver: webdriver.Chrome) -> Iterator[Page]:
 
 def test_an_answer_streams_with_its_sources_and_figures(drafting_page: Page) -> None:
     page = drafting_page
-    page.set("max-tokens", "160")
+    page.set("max-tokens", "600")
     page.say()
     page.wait(lambda: page.all("#messages li.assistant span"))
     assert page.at("stop").is_enabled() and not page.at("send").is_enabled()
