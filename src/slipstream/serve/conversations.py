@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
-from slipstream.serve.faults import BadRequest, NotServed
+from slipstream.serve.faults import BadRequest, ServeError
 from slipstream.serve.response_output import ResponseAnswer
 from slipstream.serve.response_schema import InputMessage, InputReference, Kept, ResponsesRequest
 
@@ -22,10 +22,10 @@ class NoSuchResponse(BadRequest):
         super().__init__(f"{what}, but this server keeps only {kept}: send the whole conversation as input.", param)
 
 
-class NoResponse(NotServed):
+class NoResponse(ServeError):
     """A request names a response that is not kept (404)."""
 
-    code = "response_not_found"
+    status, kind, code = 404, "invalid_request_error", "response_not_found"
 
 
 @dataclass(frozen=True)

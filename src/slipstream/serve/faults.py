@@ -97,6 +97,9 @@ class NotServed(ServeError):
 
     status, kind, code = 404, "invalid_request_error", "model_not_found"
 
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(f"the model {name[:LONGEST]!r} is not served here; served is {served!r}.", "model")
+
 
 class TooLarge(ServeError):
     """The body of the request is longer than the server takes (413)."""

@@ -112,7 +112,10 @@ class Server(uvicorn.Server):
     def run_to_end(self) -> int:
         sys.setswitchinterval(TURN)
         gc.collect()
-        gc.freeze()  # a collection stops all threads, the longer the more there is to look at: the models need no look
+        # A collection stops all threads, the longer the more there is to look at: the models need no look, and garbage
+        # is taken away in small portions again, while commands begin with large ones.
+        gc.freeze()
+        gc.set_threshold(700)
         self.run(sockets=[self.listener])
         return DIED if self.state.worker.failure is not None else 0
 

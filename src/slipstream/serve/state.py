@@ -98,7 +98,7 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.names:
-            raise NotServed(f"the model {name!r} is not served here; served is {self.model!r}.", "model")
+            raise NotServed(name, self.model)
 
     def encode(self, prompt: Prompt, field: str) -> list[int]:
         with self.refusing(field):

@@ -49,7 +49,7 @@ async def model(name: str, request: Request) -> Response:
     """Return one name under which the model is served, as /v1/models lists it."""
     state = state_of(request)
     if name not in state.settings.names:
-        raise NotServed(f"the model {name!r} is not served here; served is {state.model!r}.", "model")
+        raise NotServed(name, state.model)
     return answered(_model(state, name))
 
 
