@@ -13,16 +13,16 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 51_300,
-    "lines of tests": 42_150,
+    "lines in src/slipstream": 49_300,
+    "lines of tests": 41_700,
     "files that name a sampling option (min_p)": 5,
     "files that name a loading option (encoder_dtype)": 7,
     "words in README": 900,
-    "words in docs/": 28_000,
+    "words in docs/": 26_000,
     "class names that mean several things": 0,
-    "private helpers called once, in percent of functions": 15,
+    "private helpers called once, in percent of functions": 13,
     "rooms": 22,
-    "arrows between rooms": 111,
+    "arrows between rooms": 110,
 }
 
 
