@@ -72,11 +72,11 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
     with state.refusing("file"):
         content = await form.file.read()
 
-        def heard() -> tuple[list[Tensor], float]:
+        def read_windows() -> tuple[list[Tensor], float]:
             with transcriber.opened(content) as sound:
                 return list(transcriber.windows(sound)), sound.seconds
 
-        windows, seconds = await run_in_threadpool(heard)
+        windows, seconds = await run_in_threadpool(read_windows)
     options = {**task_options, "temperature": form.temperature, "cache_salt": tenant_of(request)}
     call = await state.call(request, windows, options, "file")
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
