@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
 from slipstream.kernels import library
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +100,7 @@ def contract(level: str, compiler: str, contracts: Sequence[str] = tuple(CONTRAC
         files = [CONTRACTS[name] for name in contracts]
         command = (sys.executable, "-m", "pytest", "-q", "-m", mark, f"--junitxml={report}", *files)
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if not report.exists():
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             raise SystemExit(f"{' '.join(command)} failed: {done.stdout}{done.stderr}")
         for case in ElementTree.parse(report).iter("testcase"):
             failed = case.find("failure") is not None or case.find("error") is not None

@@ -170,10 +170,11 @@ inline __attribute__((always_inline)) void transpose(const void* from, int64_t a
     to[4 + i] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[4 + i], 0x31);
   }
 #else
-  uint32_t found[LANES][LANES];
+  uint32_t rows[LANES][LANES], columns[LANES][LANES];  // copied, since words must not be read where numbers were written
+  for (int i = 0; i < LANES; ++i) std::memcpy(rows[i], row + i * apart, sizeof(rows[i]));
   for (int i = 0; i < LANES; ++i)
-    for (int j = 0; j < LANES; ++j) found[j][i] = row[i * apart + j];
-  std::memcpy(to, found, sizeof(found));
+    for (int j = 0; j < LANES; ++j) columns[j][i] = rows[i][j];
+  std::memcpy(to, columns, sizeof(columns));
 #endif
 }
 

@@ -62,8 +62,6 @@ V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 BF16 = V4 | {"avx512_bf16", "avx512_vnni"}
 AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-if MACHINE in ARM:  # GCC takes vectors and their lanes for different memory there: attention would be 0
-    OPTIONS += ("-fno-strict-aliasing",)
 OWN = () if DARWIN and MACHINE in ARM else ("-mcpu=native",) if MACHINE in ARM else ("-march=native",)
 NATIVE = Level("native", OWN)
 """Apple's compilers, of which older ones know no "native", take the processors of Macs for granted."""
