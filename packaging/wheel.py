@@ -29,8 +29,8 @@ BUILDS = tuple(pair for pair in ALL_BRANDS if pair != (LEVELS[-1], "amd"))
 OLDER_GLIBC = 'extern "C" __attribute__((visibility("hidden"))) const char __libc_single_threaded = 0;\n'
 """A variable of glibc 2.32, with the value that is right for any process: with it a library runs with older ones."""
 
-OLDER_FUNCTIONS = ("exp", "log", "pow")
-"""Functions that glibc 2.29 has anew, and that are asked for as they were before."""
+OLDER_FUNCTIONS = ("dlsym", "exp", "log", "pow")
+"""Functions that newer glibcs have anew, and that are asked for as they were before; torch 2.15 calls the first."""
 
 
 def main() -> None:
