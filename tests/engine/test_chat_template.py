@@ -134,6 +134,8 @@ def test_reasoning_alone_is_a_message(name: str) -> None:
 def test_results_have_the_names_of_their_functions() -> None:
     assert written(NAMES, LOOP) == "user()add;assistant();tool(add)7;"
     assert written(NAMES, [*LOOP[:2], {**LOOP[2], "tool_call_id": "other"}]).endswith("tool()7;")
+    nameless = {**LOOP[1], "tool_calls": [{"function": CALL["function"]}]}
+    assert written(NAMES, [LOOP[0], nameless, {"role": "tool", "content": "7"}]).endswith("tool(add)7;")
 
 
 def test_refusals_are_contents() -> None:

@@ -49,6 +49,13 @@ def test_a_banned_word_is_banned_behind_brackets_and_where_words_begin(name: str
     assert "True" not in engine.generate("it", max_new_tokens=8, bad_words=["True"])[0].text
 
 
+def test_the_stop_string_that_ended_a_text_is_told() -> None:
+    engine = eager("prepended", "it", " is true")
+    for stop, found in (([" true", "zz"], (" is", " true")), (["zz"], (" is true", None))):
+        [done] = engine.generate("it", stop=stop, max_new_tokens=12)
+        assert (done.text, done.stop) == found
+
+
 def test_beams_continue_the_prompt_too() -> None:
     engine = eager("prepended", "it", " is true")
     assert engine.generate("it", num_beams=2, max_new_tokens=12)[0].text == " is true"

@@ -110,8 +110,24 @@ ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what
             "</function>\n</tool_call>"
         ),
     ),
+    "seed": (
+        "<seed:tool_call><parameter=key>",
+        "<seed:think>let me see</seed:think>Now:"
+        + tagged(
+            "<seed:tool_call>\n<function=add>\n<parameter=a>{a}</parameter>\n<parameter=b>{b}</parameter>\n</function>\n"
+            "</seed:tool_call>"
+        ),
+    ),
+    "minicpm": (
+        "<function name=><param name=>",
+        THINK
+        + "Now:"
+        + tagged('<function name="add"><param name="a">{a}</param><param name="b">{b}</param></function>'),
+    ),
+    "gigachat": ("<|function_call|>", THINK + f'Now:<|function_call|>{{"name": "add", "arguments": {PAIR[0]}}}'),
+    "functionary": ("<function=name>", "Now:" + "".join(f"<function=add>{each}</function>" for each in PAIR)),
     "pythonic": (
-        "<|tool_call_start|>",
+        "<|tool_list_start|>",
         THINK + f"Now:<|tool_call_start|>[add(a=7, b={B!r}), add(a=8, b={json.dumps(B)})]<|tool_call_end|>",
     ),
     "phi and others": (
@@ -131,7 +147,8 @@ ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what
     ),
     "thinking alone": ("</think>", THINK + "Now:"),
 }
-SILENT = ("command-r", "llama")  # which publish no form of reasoning
+SILENT = ("command-r", "functionary", "llama")  # which publish no form of reasoning
+NUMBERS = {"thinking alone": (), "gigachat": (7,)}  # of the calls in an answer, where they are not both
 
 
 @cache
@@ -154,7 +171,7 @@ def read(family: str, parts: list[str]) -> tuple[Any, Any, list[tuple[str, Any]]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_read_whole_and_in_pieces(family: str) -> None:
     text, thought = ANSWERS[family][1], None if family in SILENT else "let me see"
-    calls = [] if family == "thinking alone" else [("add", {"a": a, "b": B}) for a in (7, 8)]
+    calls = [("add", {"a": a, "b": B}) for a in NUMBERS.get(family, (7, 8))]
     content, reasoning, found = whole = read(family, [text])
     assert ((content or "").strip(), reasoning, found) == ("Now:", thought, calls)
     assert read(family, list(text)) == whole
@@ -176,6 +193,15 @@ def test_a_turn_behind_the_results_of_calls_begins_anew() -> None:
     regions = made.regions(made.tokenizer.encode(prompt, add_special_tokens=False), most=2)
     message = as_message([*regions.feed(answer), *regions.finish()])
     assert len(message.tool_calls or ()) == 2 and message.reasoning_content == "let me see"
+
+
+@pytest.mark.parametrize("prompt", ["<role>ASSISTANT</role><think>\n", "<think></think><role>ASSISTANT</role>"])
+def test_a_prompt_in_any_style_may_end_with_the_mark_of_a_thought(prompt: str) -> None:
+    made = form("glm")
+    regions = made.regions(made.tokenizer.encode(prompt, add_special_tokens=False))
+    message = as_message([*regions.feed("let me see</think>Now:"), *regions.finish()])
+    begun = prompt.endswith("<think>\n")
+    assert (message.reasoning_content, message.content == "Now:") == ("let me see" if begun else None, begun)
 
 
 def test_templates_without_marks_have_no_form() -> None:

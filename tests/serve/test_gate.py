@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 
 import httpx
 import pytest
@@ -52,6 +54,24 @@ def test_names_of_clients_cannot_break_the_header_that_repeats_them() -> None:
 
     header = asyncio.run(ask()).headers["x-slipstream-ignored"]
     assert header.startswith(r"user, \xe9\r\nSet-Cookie: a=b, \ud83d, 0, 1,") and len(header) == 4096
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    raise KeyError("ours")
+
+
+@pytest.mark.parametrize(("app", "status", "error"), [(broken, 500, "KeyError"), (ignoring, 200, None)])
+def test_a_fault_of_ours_is_logged_as_what_it_is(app: ASGIApp, status: int, error: str | None) -> None:
+    log = io.StringIO()
+    transport = httpx.ASGITransport(Gate(app, ServeSettings(("model",)), AccessLog(log)), raise_app_exceptions=False)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            await client.get("/health")
+
+    asyncio.run(ask())
+    line = json.loads(log.getvalue())
+    assert (line["status"], line.get("error")) == (status, error)
 
 
 def test_a_request_broken_off_before_its_answer_began_is_unavailable_and_one_after_is_cut() -> None:

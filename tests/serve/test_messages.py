@@ -58,6 +58,9 @@ def test_a_message_is_the_chats_answer(http: httpx.Client) -> None:
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]
     counted = http.post("/v1/messages/count_tokens", json={key: ASKED[key] for key in ("model", "system", "messages")})
     assert counted.json() == {"input_tokens": same["usage"]["prompt_tokens"]}
+    thinking = {"thinking": {"type": "adaptive"}, "messages": [USER]}
+    counted = http.post("/v1/messages/count_tokens", json=thinking)
+    assert counted.headers["x-slipstream-ignored"] == "thinking"
     blocks = [{"type": "text", "text": "add two numbers", "cache_control": {"type": "ephemeral"}}]
     again = http.post("/v1/messages", json={**ASKED, "messages": [{"role": "user", "content": blocks}]})
     assert again.json()["content"] == message["content"]

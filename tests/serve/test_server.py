@@ -97,6 +97,8 @@ def test_texts_become_tokens_and_back(server: ServerProcess, engine: slipstream.
         assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"].startswith("# user: x")
         bare = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
         assert http.post("/tokenize", json=bare).json()["count"] < chat["count"]
+        many = engine.encode("ä 😀\n") * 2000  # more than are decoded in one go
+        assert http.post("/detokenize", json={"tokens": many}).json()["content"] == engine.tokenizer.decode(many)
         assert http.post("/tokenize", json={}).json()["error"]["param"] == "prompt"
         assert http.post("/detokenize", json={"tokens": [1 << 30]}).json()["error"]["param"] == "tokens"
 

@@ -181,7 +181,7 @@ def test_the_text_of_a_special_token_ends_an_answer_that_does_not_print_it(
     stops: list[str], want: str, count: int
 ) -> None:
     made = transcript("ab|cde", stops)
-    assert (made.text, made.count, made.take(), made.stopped) == (want, count, want, count < 6)
+    assert (made.text, made.count, made.take(), bool(made.stop)) == (want, count, want, count < 6)
 
 
 def test_stop_strings_are_not_looked_for_in_the_first_tokens() -> None:

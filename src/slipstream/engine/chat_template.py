@@ -75,8 +75,8 @@ class ChatTemplate:
             if calls:
                 fitted["tool_calls"] = calls
                 functions |= {call.get("id"): _function(call).get("name") for call in calls}
-            if fitted["role"] == "tool" and functions.get(fitted.get("tool_call_id")):
-                fitted.setdefault("name", functions[fitted["tool_call_id"]])
+            if fitted["role"] == "tool" and (name := functions.get(fitted.get("tool_call_id"))):
+                fitted.setdefault("name", name)
             for named, key in [*((call, "id") for call in calls), (fitted, "tool_call_id")]:
                 if named.get(key) and self._short_ids and not NINE.fullmatch(named[key]):
                     named[key] = short.setdefault(named[key], f"{len(short):09}")

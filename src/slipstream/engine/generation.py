@@ -24,7 +24,7 @@ class Completion:
     tokens are possible. With "length", `context_full` is True if the target can hold no longer text, though
     `max_new_tokens` is not reached. `logprobs` are those of each token, and `prompt_logprobs` those of each token of
     the prompt but the first, if they were requested. `score` is that of beam search: the sum of the tokens'
-    log-probabilities, divided by length ** length_penalty.
+    log-probabilities, divided by length ** length_penalty. `stop` is the stop string that ended the text.
     """
 
     text: str
@@ -37,6 +37,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     score: float | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class Generation:
         reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)
         scored = None if self.request.prompt_logprobs is None else tuple(row.prompt_logprobs)
         about = (row.stats, length, row.error, row.context_full, logprobs)
-        return Completion(self.echo + self._text, tuple(row.output), reason, *about, prompt_logprobs=scored)
+        text, stop = self.echo + self._text, self._transcript.stop
+        return Completion(text, tuple(row.output), reason, *about, prompt_logprobs=scored, stop=stop)
 
     @property
     def _text(self) -> str:

@@ -22,6 +22,7 @@ from slipstream.serve.body import complaint
 from slipstream.serve.call import ClientGone
 from slipstream.serve.faults import ServeError, error_body, for_path
 from slipstream.serve.gate import AccessLog, Gate
+from slipstream.serve.json_route import off_loop
 from slipstream.serve.messages import MessageEvent
 from slipstream.serve.response_output import ResponseEvent
 from slipstream.serve.routes import audio, chat, completions, infill, messages, models, page, responses
@@ -40,6 +41,8 @@ class Application(FastAPI):
     """FastAPI's application, with an OpenAPI description that matches its real answers."""
 
     def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema:
+            return self.openapi_schema
         description = super().openapi()
         for path in description["paths"].values():
             for operation in path.values():
@@ -52,6 +55,12 @@ class Application(FastAPI):
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         return description
+
+
+async def _described(request: Request) -> Response:
+    """Return the OpenAPI description, which takes a second to make, beside the event loop, and once."""
+    request.state.heavy = True
+    return await off_loop(request, lambda: JSONResponse(request.app.openapi()))
 
 
 def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
@@ -68,6 +77,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
         version=__version__,
         description="Speculative decoding behind OpenAI's interface.",
         lifespan=lifespan,
+        openapi_url=None,  # FastAPI's own would be made in the event loop
         docs_url=None,  # those pages load scripts from elsewhere
         redoc_url=None,
         exception_handlers=HANDLERS,
@@ -75,6 +85,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
     app.state.server = state
     for module in (completions, chat, responses, messages, infill, audio, models, page):
         app.include_router(module.router)
+    app.add_route("/openapi.json", _described, include_in_schema=False)
     app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None), on_large=state.worker.wake)
     if origins := state.settings.origins:  # before the gate: a browser asks first, without a key
         app.add_middleware(

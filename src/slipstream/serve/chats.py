@@ -17,6 +17,11 @@ from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of, tenant_of
 from slipstream.serve.tools import Tools
 
+EFFORTS = {  # names of `reasoning_effort` in the requests that mean a chat
+    "/v1/responses": "reasoning.effort",
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "thinking"),
+}
+
 
 async def begun(
     body: ChatRequest, request: Request, field: str = "messages", plain: str | None = None
@@ -74,7 +79,9 @@ def _variables(body: ChatRequest, state: ServerState, request: Request) -> dict[
     named = {f"chat_template_kwargs.{name}": name for name in body.chat_template_kwargs or ()}
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        named["reasoning_effort"] = "reasoning_effort" if "reasoning_effort" in template else "enable_thinking"
+        named[EFFORTS.get(request.url.path, "reasoning_effort")] = (
+            "reasoning_effort" if "reasoning_effort" in template else "enable_thinking"
+        )
         own = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
         variables = own | variables
     request.state.ignored += [field for field, name in named.items() if name not in template]

@@ -45,6 +45,14 @@ def _tags(pattern: str) -> Field:
     return {"content": "xml-inline", "content_args": {"tag_pattern": pattern, "value_parser": loose}}
 
 
+def _functions(tag: str) -> Field:
+    return _named(
+        rf"\s*<{tag}>\s*<function=(?P<name>[^>\n]+)>",
+        rf"</function>\s*</{tag}>",
+        **_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+    )
+
+
 def _family(
     marks: str, calls: Field | None, thinking: Field | None = THINK, end: str = "", **more: Field
 ) -> tuple[str, dict[str, Field]]:
@@ -138,16 +146,23 @@ FAMILIES = {  # the first whose pattern fits
         ),
         end="</minimax:tool_call>",
     ),
-    "qwen-xml": _family(
-        "<parameter=",
+    "seed": _family("<seed:tool_call>", _functions("seed:tool_call"), _region("<seed:think>", "</seed:think>")),
+    "qwen-xml": _family("<parameter=", _functions("tool_call")),
+    "minicpm": _family(
+        "<param name=",
         _named(
-            r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            r"</function>\s*</tool_call>",
-            **_tags(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+            r'\s*<function name="(?P<name>[^"]+)">',
+            "</function>",
+            **_tags(r'<param name="(?P<key>[^"]+)">(?P<value>.*?)</param>'),
         ),
     ),
+    "gigachat": _family(
+        r"<\|function_call\|>",
+        {"open": "<|function_call|>", "content": "json", "transform": {"type": "function", "function": "{content}"}},
+    ),
+    "functionary": _family("<function=", _named(r"\s*<function=(?P<name>[^>\n]+)>", "</function>"), None),
     "pythonic": _family(
-        r"<\|tool_call_start\|>", {**_region("<|tool_call_start|>", "<|tool_call_end|>"), "repeats": True}
+        r"<\|tool_(?:call|list)_start\|>", {**_region("<|tool_call_start|>", "<|tool_call_end|>"), "repeats": True}
     ),
     "phi and others": _family(
         r"<\|/tool_call\|>|<TOOLCALL>|<tool_calls>",

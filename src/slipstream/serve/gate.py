@@ -105,6 +105,9 @@ class Gate:
             if status:
                 raise
             await _send(ServiceUnavailable("the server is shutting down: ask again later."), scope, receive, answer)
+        except Exception as error:  # a fault of ours, which is answered further out
+            status, state["refusal"] = status or 500, type(error).__name__
+            raise
         finally:
             if state.get("read", 0) > LARGE_BODY:
                 self.on_large()

@@ -24,19 +24,25 @@ REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
     **_any("user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id rid"),
     **_any("provider_specific_fields keep_alive ttl id_slot guided_decoding_backend draft_model"),
     **_any("mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n n_keep"),
-    **_any("dry_sequence_breakers xtc_threshold speculative.n_max speculative.n_min speculative.p_min"),
+    **_any("dry_sequence_breakers xtc_threshold speculative.n_max speculative.n_min speculative.p_min adaptive_decay"),
+    **_any("session_id extra_key custom_labels routed_experts_prompt_start routed_experts_start_len return_mm_kwargs"),
+    **_any("return_token_offsets bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"),
+    **_any("data_parallel_rank n_cache_reuse sse_ping_interval backend_sampling truncation_side"),
     **_only(
         (True,), "skip_special_tokens spaces_between_special_tokens detokenize separate_reasoning stream_reasoning"
     ),
     **_only((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_hidden_states"),
+    **_only((False,), "return_prompt_text return_routed_experts return_cached_tokens_details watermarking"),
     **_only((False,), "no_stop_trim return_tokens return_progress post_sampling_probs return_prompt_logprobs"),
     **_only((0,), "mirostat dynatemp_range dry_multiplier xtc_probability n_probs min_keep n_indent top_a"),
-    **_only((1,), "tfs_z guidance_scale"),
+    **_only((1,), "tfs_z guidance_scale n_cmpl"),
+    **_only((-1,), "adaptive_target reasoning_budget_tokens"),
     **_only(([], {}), "logits_processors lora documents allowed_token_ids vllm_xargs transforms plugins"),
     **_only(
         (), "prompt_logprobs truncate_prompt_tokens logprob_token_ids guided_whitespace_pattern kv_transfer_params"
     ),
     **_only((), "repeat_last_n samplers grammar json_schema regex ebnf stop_regex lora_path t_max_predict_ms"),
+    **_only((), "ec_transfer_params session_params custom_params repetition_detection multimodal_data"),
     **_only((), "stop_token top_n_sigma random_seed generation_config options extra_body custom_logit_processor"),
 }
 
@@ -50,8 +56,8 @@ CHAT: Others = {
     **_only(([],), "functions"),
     **_only(("none", "auto"), "function_call"),
     **_only(("medium",), "verbosity"),
-    **_only((False,), "add_special_tokens echo use_beam_search safe_prompt web_search"),
-    **_only((True,), "include_reasoning"),
+    **_only((False,), "add_special_tokens echo use_beam_search safe_prompt web_search thinking_forced_open"),
+    **_only((True,), "include_reasoning parse_tool_calls"),
     **_only((1,), "best_of"),
     **_only((), "audio web_search_options moderation thinking enable_thinking thinking_token_budget chat_template"),
     **_only((), "mm_processor_kwargs media_io_kwargs reasoning length_penalty early_stopping"),

@@ -45,10 +45,14 @@ class Regions:
         self._lost: str | None = ""  # the text outside all regions: the content of a message that has no other part
 
     def begin(self, prompt: str, anchor: Any) -> None:
-        """Read the beginning of the message that the prompt ends with, behind the last match of a pattern."""
-        found = list(anchor.finditer(prompt))
-        if found:
-            list(self.feed(prompt[found[-1].end() :]))
+        """Read the beginning of the message that the prompt ends with, behind the last match of a pattern.
+
+        Without a match it is a mark, if the prompt ends with one.
+        """
+        opened = (match for field in self._fields for match in field.open_re.finditer(prompt))
+        begins = [match.start() for match in opened if not prompt[match.end() :].strip()]
+        if found := [match.end() for match in anchor.finditer(prompt)] or begins:
+            list(self.feed(prompt[found[-1] :]))
         if self._field is None:
             self._buffer, self._from = "", 0
         self._lost = ""

@@ -246,6 +246,12 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="reasoning_content, as vLLM calls it.")
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise FieldError("content", "only a message of the assistant may be without: give a text, or parts.")
+        return self
+
 
 class Function(Body):
     others = published.TOOL

@@ -76,7 +76,7 @@ class EmittedText:
         least: int = 0,
     ) -> None:
         self.text = ""
-        self.stopped = False
+        self.stop: str | None = None  # the stop string that ended it
         self.count = 0
         self.stops = tuple(stops)
         self._hidden = hidden or {}
@@ -94,16 +94,16 @@ class EmittedText:
             self._see(self._hidden[token], printed=False)
         else:
             self._see(self._detokenizer.push(token))
-        cut = self.stopped or not self.stops
+        cut = self.stop or not self.stops
         self._certain.append(len(self.text) if cut else self._printed(len(self._seen) - self._held()))
-        return "stop" if self.stopped else None
+        return "stop" if self.stop else None
 
     def extend(self, tokens: Sequence[int]) -> None:
         assert not self.stops, "stop strings are looked for after every token"
         self._see(self._detokenizer.push(*(token for token in tokens if token not in self._hidden)))
 
     def finish(self) -> None:
-        if not self.stopped:
+        if not self.stop:
             self._see(self._detokenizer.flush())
 
     def take(self, tokens: int | None = None) -> str:
@@ -126,14 +126,14 @@ class EmittedText:
         self._seen += piece
         if self.count <= self._least:
             return
-        places = (self._seen.find(stop, max(0, begin - len(stop) + 1)) for stop in self.stops)
-        if ends := [place for place in places if place >= 0]:
-            end = self._printed(min(ends))
+        places = ((self._seen.find(stop, max(0, begin - len(stop) + 1)), stop) for stop in self.stops)
+        if ends := [found for found in places if found[0] >= 0]:
+            place, self.stop = min(ends)
+            end = self._printed(place)
             if end == len(self.text):  # at a hidden token: a character before it stays incomplete
                 self.text += self._detokenizer.flush()
             else:
                 self.text = self.text[:end]
-            self.stopped = True
 
     def _printed(self, place: int) -> int:
         return place - sum(min(length, max(0, place - begin)) for begin, length in self._unprinted)

@@ -22,6 +22,8 @@ from transformers import (
 import slipstream
 from slipstream.check import check
 from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear, inputs_as_they_are
+from slipstream.models.loading.gguf_config import tokenizer_of
+from slipstream.models.loading.gguf_file import GgufFile
 from slipstream.models.loading.load import find_tokenizer, load_model
 from toys.kernels import needs_kernel
 
@@ -449,5 +451,13 @@ def test_tokenizer_template_and_settings_come_from_the_file(tmp_path: Path) -> N
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
     assert chat == "<s>user:he</s>"
     assert settings.eos_token_id == [92, 93, 94] and (settings.temperature, settings.top_k) == (0.5, 20)
+    assert tokenizer.name_or_path == str(tmp_path / "tiny.gguf")
     written(plain(), tmp_path / "wordless.gguf", "Q8_0")
     assert find_tokenizer(tmp_path / "wordless.gguf") is None
+
+
+def test_the_hub_is_not_asked_about_a_file_with_many_words() -> None:
+    words = {"tokens": [*map(chr, range(33, 123)), *(f"<{i}>" for i in range(100_000))], "model": "gpt2", "merges": []}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in words.items()}
+    file = GgufFile(Path("/no/folder/many.gguf"), {**metadata, "general.architecture": "llama"}, {}, ())
+    assert tokenizer_of(file).name_or_path == str(file.path)

@@ -157,4 +157,6 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         settings[f"{role}_token"] = None if number is None else words["tokens"][number]
     backend, more = convert_gguf_tokenizer(file.architecture, words)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(file.path), **settings, **more)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+    tokenizer.name_or_path = str(file.path)  # not before: where there are many tokens, the hub would be asked about it
+    return tokenizer

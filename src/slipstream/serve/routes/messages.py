@@ -43,7 +43,6 @@ async def messages(body: Once[MessagesRequest], request: Request) -> Response:
     """Answer a chat."""
     chat = await off_loop(request, body.as_chat)
     call, tools = await begun(chat, request)
-    request.state.ignored = ["thinking" if each == "reasoning_effort" else each for each in request.state.ignored]
     answer = await off_loop(request, _MessageAnswer, state_of(request), chat, call, tools)
     return await answer.reply(request)
 
@@ -62,7 +61,6 @@ class _MessageAnswer(Answering):
 
     def __init__(self, state: ServerState, body: ChatRequest, call: Call, tools: Tools) -> None:
         super().__init__(state, body, call)
-        self.stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         self.reader = tools.reader(call.tickets[0].generation.request.prompt)
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
@@ -104,9 +102,7 @@ class _MessageAnswer(Answering):
             return "model_context_window_exceeded" if completion.context_full else "max_tokens", None
         if called:
             return "tool_use", None
-        written = self.state.engine.decode(completion.tokens)
-        found = [stop for stop in self.stops if written.startswith(stop, len(completion.text))]
-        return ("stop_sequence", found[0]) if found else ("end_turn", None)
+        return ("stop_sequence" if completion.stop else "end_turn"), completion.stop
 
     async def events(self) -> AsyncIterator[str]:
         try:
