@@ -412,12 +412,12 @@ def test_oracle_edges() -> None:
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: theory.beta((0.5, 0.5), (1,)), "p has 2 entries and q 1"),
-    (lambda: theory.beta((), ()), "p is no law"),
-    (lambda: theory.distance((0.5, 0.4), (1, 0)), "p is no law.* not 0.9"),
-    (lambda: theory.distance((1, 0), (1.5, -0.5)), "q is no law"),
-    (lambda: theory.beta((0.5, 0.501), (1, 0)), "p is no law.* not 1.001"),
-    (lambda: theory.beta((math.nan, 1), (1, 0)), "p is no law"),
-    (lambda: theory.beta((math.inf, 1), (1, 0)), "p is no law"),
+    (lambda: theory.beta((), ()), "p is no distribution"),
+    (lambda: theory.distance((0.5, 0.4), (1, 0)), "p is no distribution.* not 0.9"),
+    (lambda: theory.distance((1, 0), (1.5, -0.5)), "q is no distribution"),
+    (lambda: theory.beta((0.5, 0.501), (1, 0)), "p is no distribution.* not 1.001"),
+    (lambda: theory.beta((math.nan, 1), (1, 0)), "p is no distribution"),
+    (lambda: theory.beta((math.inf, 1), (1, 0)), "p is no distribution"),
     (lambda: theory.lenient_beta((1, 0), (1, 0), 0), "lenience=0 "),
     (lambda: theory.lenient_beta((1, 0), (1, 0), 1.01), "lenience=1.01"),
     (lambda: theory.lenient_beta((1, 0), (1, 0), math.nan), "lenience=nan"),

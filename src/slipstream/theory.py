@@ -238,7 +238,7 @@ def _check_laws(p: Probabilities, q: Probabilities) -> None:
         raise ValueError(f"p has {len(p)} entries and q {len(q)}: both must cover the same vocabulary.")
     for name, law in (("p", p), ("q", q)):
         if not all(x >= 0 for x in law) or not abs(math.fsum(law) - 1) <= SUM_TOLERANCE:
-            raise ValueError(f"{name} is no law: it must be >= 0 and sum to 1, not {math.fsum(law):g}.")
+            raise ValueError(f"{name} is no distribution: it must be >= 0 and sum to 1, not {math.fsum(law):g}.")
 
 
 def check_share(name: str, value: float) -> float:

@@ -299,7 +299,7 @@ def test_a_law_that_was_not_sampled_from_is_caught_inside_a_draft(made: Callable
 
 # ---- drafts that know a part of the tokens ------------------------------------------------------------------------
 
-WHOLE = "law of the whole vocabulary"
+WHOLE = "distribution over the whole vocabulary"
 
 
 def cut_pair() -> tuple[Table, Table]:

@@ -174,7 +174,7 @@ def test_control_a_graph_with_other_laws_is_not_used(monkeypatch: pytest.MonkeyP
         capturing, "record", lambda function, pool: ([each.flip(-1) for each in function()], lambda: None)
     )
     rows, (logits, draft) = context(SAMPLE), drafted(5, (4,), "sampled")
-    with pytest.warns(RuntimeWarning, match="makes other laws"):
+    with pytest.warns(RuntimeWarning, match="makes other distributions"):
         agree(CapturedVerification(), BLOCK, rows, logits, draft)
 
 

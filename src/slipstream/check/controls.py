@@ -27,7 +27,7 @@ def broken(rule: Rule, greedy: bool, sampled: bool = False, cut: bool = False) -
         return [everything, first]
     controls = [everything, first, Rule("correction from p", _from_p)]
     controls += [Rule("budget by the drafted tokens", _by_these_tokens)] if sampled else []
-    return [*controls, Rule("law of the whole vocabulary", _of_all_tokens)] if cut else controls
+    return [*controls, Rule("distribution over the whole vocabulary", _of_all_tokens)] if cut else controls
 
 
 def _everything(verify: Verifier) -> Verifier:

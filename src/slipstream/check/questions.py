@@ -66,8 +66,8 @@ def about_rule(rule: Rule, observed: Observations) -> Finding:
     measured = distances(rule.verify, observed.pairs, observed.form) if observed.pairs else []
     farthest = max((distance.joint for distance in measured), default=0.0)
     mean = sum(distance.token for distance in measured) / max(1, len(measured))
-    says = f"its exact law is at most {farthest:.2g} (total variation) from the target's on {len(measured)} processes "
-    says += "made of laws met in these texts"
+    says = f"its exact distribution is at most {farthest:.2g} (total variation) from the target's on {len(measured)} "
+    says += "processes made of distributions met in these texts"
     if farthest > SAME:
         says += f", {mean:.2g} for one token on average; {SAME:g} is the limit"
     figures = {"processes": len(measured), "farthest": farthest, "mean_per_token": mean, "limit": SAME}
@@ -148,16 +148,16 @@ def about_scores(found: Comparison) -> Finding:
 def about_wiring(observed: Observations) -> Finding:
     faults = []
     if not observed.p <= SAME:
-        faults.append(f"the verifier got laws up to {observed.p:.2g} away from those of plain processing")
+        faults.append(f"the verifier got distributions up to {observed.p:.2g} away from those of plain processing")
     if observed.q is not None and not observed.q <= SAME:
-        faults.append(f"draft tokens were drawn from laws up to {observed.q:.2g} away from those reported")
+        faults.append(f"draft tokens were drawn from distributions up to {observed.q:.2g} away from those reported")
     if not observed.next <= SAME:
         faults.append(
-            f"the last token of a round was drawn from a law up to {observed.next:.2g} away from the verdict's"
+            f"the last token of a round was drawn from a distribution up to {observed.next:.2g} away from the verdict's"
         )
     if observed.astray:
         faults.append(f"{observed.astray} emitted tokens were neither accepted nor drawn")
-    says = f"{observed.drafted} drafted tokens, their laws and those given to the verifier are what they should be"
+    says = f"{observed.drafted} drafted tokens, their distributions and the verifier's are what they should be"
     if observed.q is None and observed.drafted:
         says += " (the drafter's draws cannot be seen: the samples judge them)"
     figures = {

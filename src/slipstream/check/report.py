@@ -12,8 +12,8 @@ from slipstream.text.jsontext import json_text
 PASS, FAIL, UNSURE = "pass", "fail", "cannot judge"
 WIDTH = 100
 HEADLINES = {
-    PASS: "the output follows the target's law",
-    FAIL: "the output does NOT follow the target's law",
+    PASS: "the output follows the target's distribution",
+    FAIL: "the output does NOT follow the target's distribution",
     UNSURE: "no fault was found, but a broken rule would not have been noticed either",
 }
 

@@ -75,7 +75,7 @@ class CapturedVerification:
         outcome = question.outcome(graph.run(question.inputs))
         p, faults = context.target_law(question.logits, draft, model)
         if outcome is not None and not faults and not (gap := float(distance(p, outcome.p).max())) <= ROUNDING:
-            raise ValueError(f"the captured verification makes other laws (they differ by {gap:.2g})")
+            raise ValueError(f"the captured verification makes other distributions (they differ by {gap:.2g})")
         return graph
 
 

@@ -360,7 +360,7 @@ def _remote(protocol: str, context: BuildContext, value: str, **options: Any) ->
     except ValueError as error:
         connection.close()
         raise ValueError(f"{settings.url}: {error}.") from None
-    how = "whose law is trusted" if settings.trust else "whose tokens are guesses, exact whatever it sends"
+    how = "whose distributions are trusted" if settings.trust else "whose tokens are guesses, exact whatever it sends"
     reached = f"{settings.url} drafts with {connection.peer}, {how}."
     absent = f"{settings.url} cannot be reached ({fault}): decoding goes on without a draft until it can."
     context.notes.append(absent if fault else reached)

@@ -217,7 +217,7 @@ def figures(stats: Stats) -> list[tuple[str, str, str]]:
     ]
     if stats.relaxed:
         lines.append(("relaxed", str(stats.relaxed), "tokens kept only by a lossy rule"))
-        lines.append(("mean distance", _number(stats.mean_distance, 4), "total variation from the target's law"))
+        lines.append(("mean distance", _number(stats.mean_distance, 4), "total variation from the target"))
     if stats.windowed:
         lines.append(("windowed", str(stats.windowed), "drafted from a shortened prefix"))
     if stats.ahead:
@@ -232,7 +232,7 @@ PHASES = {
     "prefill": "the prompt through the target",
     "draft": "drafting",
     "target": "the target's verifying passes",
-    "accept": "laws, acceptance and draws",
+    "accept": "distributions, acceptance and draws",
     "rest": "bookkeeping, rolling back",
 }
 

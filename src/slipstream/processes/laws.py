@@ -34,7 +34,7 @@ class Discrete:
             )
         total = self.probs.sum(-1)
         if not bool((self.probs >= 0).all()) or not bool(((total - 1).abs() <= SUM_TOLERANCE).all()):
-            raise ValueError("probs are no laws: every row must be >= 0 and sum to 1.")
+            raise ValueError("probs are no distributions: every row must be >= 0 and sum to 1.")
 
     @property
     def rows(self) -> int:
@@ -187,7 +187,7 @@ def reject_until(p: L, q: L, numbers: Numbers) -> Tensor:
         if made >= ATTEMPTS:
             raise FloatingPointError(
                 f"no state in {ATTEMPTS} where the target's density is above the draft's, although the draft was "
-                "refused: log_density must be normalized and belong to sample, in both laws."
+                "refused: log_density must be normalized and belong to sample, for target and draft."
             )
         size = max(1, min(2 * size, BLOCK // len(left)))
         states, stays = _attempts(p.select(left), q.select(left), numbers.select(left), range(made, made + size))
@@ -229,7 +229,7 @@ class Mixture:
         if not bool((self.scales > 0).all()):
             raise ValueError("scales must be positive.")
         if not bool((self.weights >= 0).all()) or not bool(((self.weights.sum(-1) - 1).abs() <= 1e-4).all()):
-            raise ValueError("weights are no laws: every row must be >= 0 and sum to 1.")
+            raise ValueError("weights are no distributions: every row must be >= 0 and sum to 1.")
 
     @property
     def rows(self) -> int:

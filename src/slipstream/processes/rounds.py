@@ -112,6 +112,6 @@ def _ratio(p: Laws, q: Laws, states: Tensor) -> Tensor:
     ratio = (p.log_density(states) - q.log_density(states)).double().cpu()
     if bool(ratio.isnan().any()):
         raise FloatingPointError(
-            "the law of a next state is not a number: target or draft diverged (a smaller step may help)."
+            "the distribution of a next state is not a number: target or draft diverged (a smaller step may help)."
         )
     return ratio

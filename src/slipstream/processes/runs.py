@@ -67,7 +67,7 @@ class Speculation:
             rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
             states = round.path[rows, ahead]
             if states.is_floating_point() and not bool(states.isfinite().all()):
-                raise FloatingPointError("a state is not finite: the target's law diverged (a smaller step may help).")
+                raise FloatingPointError("a state is not finite: the target diverged (a smaller step may help).")
             trajectories[chains.names[rows], chains.times[rows] + ahead + 1] = states
             made[names] += cuts.abs()
             goal[names[cuts < 0]] = made[names[cuts < 0]]

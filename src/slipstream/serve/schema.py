@@ -37,7 +37,7 @@ class SpeculationOptions(Body):
     gamma: int | None = Field(None, ge=0, le=1024, description="Tokens to draft per round; 0 decodes plainly.")
     verify: str | None = Field(None, description="The acceptance rule: token, block, match, coupled, gbv:K, lenient:L.")
     draft: str | None = Field(None, description="The draft that is expected to run; another one is an error.")
-    lossless: bool | None = Field(None, description="Refuse what would change the target's law.")
+    lossless: bool | None = Field(None, description="Refuse what would change the target's distribution.")
     explain: bool = Field(False, description="Tell the source of every token, and the refused ones.")
     detailed: bool = Field(False, description="Tell what every round drafted and accepted.")
 

@@ -188,7 +188,7 @@ class RemoteDrafter(Drafter):
                 raise FrameError("the answer is not what was asked for")
             for token, law, number in zip(draft.tokens, draft.laws, ask.numbers, strict=False):
                 if law.draw(number) != token:
-                    raise FrameError("a token is not the one that its law gives")
+                    raise FrameError("a token is not the one that its distribution gives")
         return drafts
 
     def _draft(self, rows: Sequence[Row], drafts: dict[int, DraftRow]) -> Draft:

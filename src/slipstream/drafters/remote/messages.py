@@ -211,19 +211,19 @@ def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
     laws = [SentLaw(array("i", i), array("f", w)) for i, w in zip(ids, weights, strict=True)]
     for law in laws:
         if not len(law.ids) or not (np.diff(law.ids) > 0).all():
-            raise FrameError("the ids of a law do not ascend")
+            raise FrameError("the ids of a distribution do not ascend")
         _ids(law.ids, vocab)
         if not (np.isfinite(law.weights).all() and (law.weights > 0).all()):
-            raise FrameError("a law has weights that are not above 0")
+            raise FrameError("a distribution has weights that are not above 0")
         if abs(math.fsum(law.weights.tolist()) - 1) > SUM_TOLERANCE:
-            raise FrameError("the weights of a law do not sum to one")
+            raise FrameError("the weights of a distribution do not sum to one")
     drafts, start = list[DraftRow](), 0
     if len(per_row) != len(rows) or int(per_row.sum()) != len(laws) or (per_row < 0).any():
-        raise FrameError("laws do not fit their tokens")
+        raise FrameError("distributions do not fit their tokens")
     for row, drafted, count in zip(rows, tokens, per_row.tolist(), strict=True):
         _ids(np.array(drafted, dtype=np.int64), vocab)
         if count not in (0, len(drafted)):
-            raise FrameError("laws do not fit their tokens")
+            raise FrameError("distributions do not fit their tokens")
         drafts.append(DraftRow(row, drafted, tuple(laws[start : start + count])))
         start += count
     return drafts
