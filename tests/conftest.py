@@ -10,6 +10,7 @@ os.environ["SLIPSTREAM_CODES"] = "off"  # and those of calibrated rounding see c
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -60,3 +61,11 @@ def leave_out_of_collections() -> Iterator[None]:
     """Leave what earlier modules have imported and made out of collections of garbage, of which benchmarks do many."""
     gc.freeze()
     yield
+
+
+@pytest.fixture(scope="session")
+def engine() -> Any:
+    """One engine of the embedded pair for all tests that leave it as it is."""
+    import slipstream
+
+    return slipstream.load()

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -174,46 +174,14 @@ def tables(seed: int, vocab: int, zeros: bool) -> Table:
     return table
 
 
-def block_mean(p: Table, q: Table, vocab: int, gamma: int) -> Fraction:
-    """The mean number of tokens block verification keeps, from its published tests h_i, the longest first."""
-    total = F(0)
-    for draft in product(range(vocab), repeat=gamma):
-        drawn, b, h = F(1), F(1), [F(1)]
-        for i, x in enumerate(draft):
-            drawn *= q(draft[:i])[x]
-            if not drawn:
-                break
-            b = min(F(1), b * p(draft[:i])[x] / q(draft[:i])[x])
-            left = sum(max(b * y - z, F(0)) for y, z in zip(p(draft[: i + 1]), q(draft[: i + 1]), strict=True))
-            h.append(b if i == gamma - 1 else left / (left + 1 - b) if left + 1 - b else F(1))
-        if drawn:
-            reach = drawn
-            for i in range(gamma, 0, -1):
-                total += i * reach * h[i]
-                reach *= 1 - h[i]
-    return total
-
-
-def token_survival(ratios: list[float]) -> list[float]:
-    """prod_{j<=i} min(1, r_j) of token verification (Algorithm 1), for ratios r_j = p(x_j)/q(x_j)."""
-    return theory.survival(min(1.0, ratio) for ratio in ratios)
-
-
-def block_survival(ratios: list[float]) -> list[float]:
-    """b_i = min(1, b_{i-1} r_i), b_0 = 1, of block verification (arXiv 2403.10444): given x_1..x_i, i tokens stand."""
-    return list(accumulate(ratios, lambda b, ratio: min(1.0, b * ratio), initial=1.0))[1:]
-
-
-def mean_survival(
-    rule: Callable[[list[float]], list[float]], p: Table, q: Table, vocab: int, gamma: int
-) -> list[float]:
-    """A rule's survival, averaged over drafts x ~ q."""
+def mean_survival(p: Table, q: Table, vocab: int, gamma: int) -> list[float]:
+    """The survival of token verification, prod_{j<=i} min(1, p(x_j)/q(x_j)), averaged over drafts x ~ q."""
     kept = [0.0] * gamma
     for draft in product(range(vocab), repeat=gamma):
         drawn = math.prod((q(draft[:i])[x] for i, x in enumerate(draft)), start=F(1))
         if drawn:
-            ratios = [float(p(draft[:i])[x] / q(draft[:i])[x]) for i, x in enumerate(draft)]
-            kept = [total + float(drawn) * b for total, b in zip(kept, rule(ratios), strict=True)]
+            ratios = [float(keep(p(draft[:i])[x], q(draft[:i])[x])) for i, x in enumerate(draft)]
+            kept = [total + float(drawn) * b for total, b in zip(kept, theory.survival(ratios), strict=True)]
     return kept
 
 
@@ -221,28 +189,8 @@ def mean_survival(
 @pytest.mark.parametrize("seed", range(6))
 def test_survival_of_prefix_dependent_laws(seed: int, vocab: int, gamma: int) -> None:
     p, q = tables(2 * seed, vocab, seed % 2 == 0), tables(2 * seed + 1, vocab, seed % 3 == 0)
-    token = theory.expected_tokens(mean_survival(token_survival, p, q, vocab, gamma))
-    block = theory.expected_tokens(mean_survival(block_survival, p, q, vocab, gamma))
+    token = theory.expected_tokens(mean_survival(p, q, vocab, gamma))
     assert token == pytest.approx(float(1 + mean(lengths(p, q, vocab, gamma))))
-    assert block == pytest.approx(float(1 + block_mean(p, q, vocab, gamma)))
-    assert block >= token - 1e-12
-
-
-def test_block_verifications_example() -> None:
-    """arXiv 2403.10444: 10/9 tokens kept by token verification, 11/9 by block verification."""
-    p, q = (F(1, 3), F(2, 3)), (F(2, 3), F(1, 3))
-    laws: tuple[Table, Table] = (lambda prefix: p, lambda prefix: q)
-    assert theory.expected_tokens(mean_survival(token_survival, *laws, 2, 2)) == pytest.approx(1 + 10 / 9)
-    assert theory.expected_tokens(mean_survival(block_survival, *laws, 2, 2)) == pytest.approx(1 + 11 / 9)
-
-
-@given(st.lists(st.floats(0, 50), max_size=8))
-def test_block_survival_dominates(ratios: list[float]) -> None:
-    token, block = token_survival(ratios), block_survival(ratios)
-    assert len(token) == len(block) == len(ratios)
-    assert all(0 <= x <= y * (1 + 1e-12) <= 1.1 for x, y in zip(token, block, strict=True))
-    if all(ratio <= 1 for ratio in ratios):  # a point-mass draft: the rules agree
-        assert token == pytest.approx(block)
 
 
 shares = st.floats(0, 1)

@@ -164,11 +164,6 @@ def test_masks_are_those_of_any_order_of_questions() -> None:
 # ---- with a real model ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def engine() -> slipstream.Engine:
-    return slipstream.load()
-
-
 TEXT = {"type": "string", "maxLength": 4}
 KINDS: dict[str, Any] = {
     "enum": {"enum": ["red", "green", 3, None]},

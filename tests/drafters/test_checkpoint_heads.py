@@ -22,13 +22,10 @@ from slipstream.cache.prefixes import PrefixCache
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
-from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
-from slipstream.drafters.choice import Choice
-from slipstream.drafters.lookup import Lookup
 from slipstream.execution import backends, capturing, cuda_graphs
 from slipstream.execution.cuda_graphs import Captured
 from slipstream.execution.masks import PassMasks
@@ -268,17 +265,6 @@ def test_greedy_texts_are_the_target_s(kind: str, folder: Path) -> None:
 def test_stop_in_mid_round_and_company_change_nothing(kind: str, folder: Path) -> None:
     target, drafter = made(kind, folder)
     company_changes_nothing(Decoder(target, drafter, controller=Fixed(3), batch_size=1))
-
-
-def test_settings_hold_for_the_draft_and_choices_and_one_token_prompts_too() -> None:
-    """A penalty and a ban hold for q; beside copies; a first token, before which there is no state."""
-    target = CausalScorer(llama())
-    drafter = Choice([Lookup(), HeadDrafter(target, eagle(target.model), "eagle3")])
-    decoder = Decoder(target, drafter, controller=Fixed(3))
-    sampler = Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3)
-    rows = generate(decoder, [request([5], 12, sampler), *requests(sampler)])
-    assert all(row.stats.drafted for row in rows)
-    assert all(7 not in row.output and len(row.output) == 12 for row in rows)
 
 
 def test_rows_that_the_target_has_not_read_get_no_draft() -> None:

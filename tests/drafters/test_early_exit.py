@@ -30,7 +30,7 @@ from slipstream.models.loading.load import load_model
 from toys.drafts import law_error, same_texts
 from toys.families import FAMILIES, LLAMA, PROBED, Family, tiny
 from toys.tables import dirichlet_table, scorer
-from toys.texts import SAMPLE, Cycle, ragged
+from toys.texts import SAMPLE, ragged
 
 EVERY = {**FAMILIES, **PROBED}
 DEEP = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
@@ -137,12 +137,6 @@ def test_control_without_the_rollback_the_target_goes_astray() -> None:
     drafter.scorer.rollback = lambda lengths: None  # type: ignore[method-assign]
     with pytest.raises((AssertionError, ValueError)):
         assert law_error(Decoder(target, drafter, controller=Fixed(2))) < FLOAT
-
-
-def test_an_empty_draft_is_a_plain_step() -> None:
-    target = CausalScorer(deep("llama"))
-    decoder = Decoder(target, exit_drafter(target, 1), controller=Cycle((0, 3)))
-    same_texts(decoder, ragged())
 
 
 def test_prompts_may_be_read_behind_the_rows_that_draft() -> None:

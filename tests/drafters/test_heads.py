@@ -28,7 +28,7 @@ from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings
-from slipstream.training.trainer import Checkpoint, Progress
+from slipstream.training.trainer import Progress
 from toys.drafts import Checked, same_texts
 from toys.families import FAMILIES, tiny
 from toys.texts import GREEDY, SAMPLE, Cycle, ragged, request
@@ -226,20 +226,6 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path, stop
     parts = resumed.train(lambda progress, loss: steps.append(progress.steps))
     assert steps == list(range(stop + 1, SETTINGS.steps + 1))
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), parts.parameters(), strict=True))
-
-
-def test_a_killed_training_goes_on_from_its_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, save = tiny(FAMILIES["llama"]), Checkpoint.save
-
-    def kill(progress: Progress, loss: float) -> None:
-        if progress.steps == 7:
-            monkeypatch.setattr(Checkpoint, "save", lambda *_: None)  # no farewell
-            raise SystemExit
-
-    with pytest.raises(SystemExit):
-        HeadTrainer(model, "tiny", TEXT, tmp_path, SETTINGS).train(kill)
-    monkeypatch.setattr(Checkpoint, "save", save)
-    assert HeadTrainer(model, "tiny", TEXT, tmp_path, SETTINGS).step == 5
 
 
 def test_another_training_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -26,16 +26,14 @@ from slipstream.core.round import Context, Round
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import ngram_model as ngram
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import FALLBACK, NgramModel, OnlineCounts, Table, discounts
 from slipstream.files import TensorFileKind, save_tensors
-from slipstream.models.causal import CausalScorer
 from toys.drafts import Altered, law_distance, propose
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
-from toys.families import FAMILIES, HF_VOCAB, tiny
 from toys.tables import PAIRS, VOCAB, plain_law, scorer
 from toys.texts import GREEDY, SAMPLE, Cycle, rare, request, row
 
@@ -512,18 +510,3 @@ def test_a_law_that_was_not_sampled_from_is_caught(rule: rules.Rule) -> None:
 
 
 # ---- a Hugging Face model ---------------------------------------------------------------------------------------
-
-
-def test_a_model_s_greedy_text_is_its_own(tmp_path: Path) -> None:
-    """In float64, so that no near-tie can flip. The tables are counted from texts of the target, and from a file."""
-    rng = random.Random(1)
-    target = CausalScorer(tiny(FAMILIES["llama"], dtype=torch.float64))
-    prompts = [[rng.randrange(HF_VOCAB) for _ in range(4 + i)] for i in range(5)]
-    requests = [request(p, 20 + 5 * i, GREEDY, key=i) for i, p in enumerate(prompts)]
-    want = plain(Decoder(target, batch_size=3), requests)
-    NgramModel.fit([one.tokens for one in want], 4, HF_VOCAB).save(tmp_path / "model")
-    for online in (False, True):
-        drafter = Ngram(NgramModel.load(tmp_path / "model"), HF_VOCAB, online)
-        got = generate(Decoder(target, drafter, controller=Fixed(4), batch_size=3), requests)
-        assert [one.output for one in got] == [one.output for one in want]
-        assert sum(one.stats.accepted for one in got) > 50

@@ -122,8 +122,3 @@ def test_a_prediction_of_a_call_is_copied_whatever_the_draft(engine: slipstream.
         assert done.text == plainly.text and done.stats.predicted_accepted > 12
     [none] = engine.generate(prompt, max_new_tokens=24, prediction=plainly.text, plain=True)
     assert none.text == plainly.text and not none.stats.drafted
-
-
-@pytest.fixture(scope="module")
-def engine() -> slipstream.Engine:
-    return slipstream.load()

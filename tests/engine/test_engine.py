@@ -20,30 +20,8 @@ from toys import rare
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def __init__(self, path):\n", "x ="]
 
 
-@pytest.fixture(scope="module")
-def engine() -> slipstream.Engine:
-    return slipstream.load()
-
-
 def texts(done: list[slipstream.Completion]) -> list[str]:
     return [completion.text for completion in done]
-
-
-def test_greedy_text_is_that_of_plain_decoding(engine: slipstream.Engine) -> None:
-    fast = engine.generate(PROMPTS, max_new_tokens=48)
-    slow = engine.generate(PROMPTS, max_new_tokens=48, plain=True)
-    assert [done.tokens for done in fast] == [done.tokens for done in slow]
-    pooled, base = (sum((done.stats for done in dones), Stats()) for dones in (fast, slow))
-    assert pooled.target_calls < base.target_calls
-    assert base.mean_acceptance_length == 1
-
-
-def test_equal_prompts_differ_and_seeds_repeat(engine: slipstream.Engine) -> None:
-    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True}
-    first = texts(engine.generate(["x ="] * 3, seed=1, **settings))
-    assert len(set(first)) == 3
-    assert texts(engine.generate(["x ="] * 3, seed=1, **settings)) == first
-    assert texts(engine.generate(["x ="] * 3, seed=2, **settings)) != first
 
 
 @pytest.mark.parametrize("stop", [(), [")", "self."], *rare(["\n"], "\n\n")])

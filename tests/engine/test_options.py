@@ -20,11 +20,6 @@ PROMPTS = ["def add(a, b):\n", "x =", "import os"]
 HOT: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def engine() -> slipstream.Engine:
-    return slipstream.load()
-
-
 def texts(done: list[slipstream.Completion]) -> list[str]:
     return [completion.text for completion in done]
 
@@ -171,31 +166,6 @@ def test_what_chooses_gamma_for_a_whole_batch_is_refused(engine: slipstream.Engi
     with pytest.raises(ValueError, match="is not possible in a batch that is shared with other calls: give a whole"):
         engine.prepare(["x"], {"gamma": gamma}, shared=True)
     assert engine.prepare(["x"], {"gamma": gamma})
-
-
-def test_lossy_rules_are_refused_in_shared_batches_too(engine: slipstream.Engine) -> None:
-    with pytest.raises(ValueError, match="lossless=True refuses"):
-        engine.prepare(["x"], {"verify": "lenient:0.5", "lossless": True}, shared=True)
-
-
-@pytest.mark.slow
-def test_calls_in_a_shared_batch_have_the_texts_that_they_have_alone() -> None:
-    engine = slipstream.load(verify="coupled")  # what was loaded holds for requests without a rule
-    calls: list[dict[str, Any]] = [
-        {**HOT},
-        {**HOT, "verify": "match", "seed": 3, "gamma": 2},
-        {**HOT, "temperature": 0.0},
-        {**HOT, "plain": True, "top_k": 5},
-    ]
-    jobs = [engine.prepare(PROMPTS, call, shared=True) for call in calls]
-    generations = [one for job in jobs for one in job.generations]
-    with Scheduler(engine.decoder) as scheduler:
-        for generation in generations:
-            generation.row = scheduler.add(generation.request)
-        while scheduler.step() is not None:
-            pass
-    want = [done.text for call in calls for done in engine.generate(PROMPTS, **call)]
-    assert [one.completion.text for one in generations] == want
 
 
 def test_what_the_scheduler_is_told(engine: slipstream.Engine) -> None:

@@ -84,13 +84,6 @@ def test_other_drafts_are_refused_in_one_sentence(engine: Engine) -> None:
         slipstream.load(None, "lookup", verify="gbv:2")
 
 
-def test_the_command_takes_it() -> None:
-    found = CliRunner().invoke(app, ["generate", "x = ", "--verify", "gbv:2", "--max-new-tokens", "4"])
-    assert found.exit_code == 0, found.output
-    found = CliRunner().invoke(app, ["generate", "x = ", "--verify", "gbv:0"])
-    assert found.exit_code != 0
-
-
 @pytest.mark.slow
 def test_a_plan_measures_paths() -> None:
     words = ["plan", "--quick", "--verify", "gbv:2", "--temperature", "1", "--gamma", "2", "--json"]

@@ -149,11 +149,6 @@ def test_any_prompts_are_understood_or_refused(prompts: Any) -> None:
         assert all(isinstance(prompt, str | tuple | list | torch.Tensor) for prompt in understood)
 
 
-@pytest.fixture(scope="module")
-def engine() -> slipstream.Engine:
-    return slipstream.load()
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop holds ''"),
     ({"stop": [""]}, "stop holds ''"),
@@ -252,12 +247,11 @@ def test_none_is_the_default_and_numpy_numbers_are_numbers() -> None:
     assert read_options({"stop": (text for text in "ab")})[0].stops == ["a", "b"]
 
 
-def test_what_a_tokenizer_returns_is_the_text(engine: slipstream.Engine) -> None:
+def test_what_a_tokenizer_returns_is_the_text(engine: slipstream.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["def f(x):", "import os\nimport"]
     want = [done.tokens for done in engine.generate(texts, max_new_tokens=8)]
     tokenizer = engine.tokenizer
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    monkeypatch.setattr(tokenizer, "pad_token", tokenizer.convert_ids_to_tokens(0))
     for side in ("left", "right"):
         for kind in ("pt", "np", None):
             batch = tokenizer(texts, padding=True, padding_side=side, return_tensors=kind)

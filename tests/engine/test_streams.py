@@ -14,11 +14,6 @@ PROMPTS = ["def add(a, b):\n", "x =", "import os"]
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def engine() -> slipstream.Engine:
-    return slipstream.load()
-
-
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "n": 2}, {"stop": ["\n"], "echo": True, "logprobs": 1}])
 def test_a_stream_of_several_prompts_is_what_generate_answers(
     engine: slipstream.Engine, settings: dict[str, Any]

@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 
-import slipstream
 from processes import Command
 
 
@@ -111,11 +110,6 @@ def conforming(request: pytest.FixtureRequest) -> ServerProcess:
 @pytest.fixture(scope="session")
 def client(conforming: ServerProcess) -> openai.OpenAI:
     return conforming.client()
-
-
-@pytest.fixture(scope="session")
-def engine() -> slipstream.Engine:
-    return slipstream.load()
 
 
 TEMPLATE = Path(__file__).with_name("template.jinja")

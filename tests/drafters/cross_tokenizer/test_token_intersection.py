@@ -25,12 +25,10 @@ from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
-from slipstream.models.causal import CausalScorer
 from slipstream.models.tables import Table
 from tongues import TEXT, tongue, toy
 from toys.drafts import Altered, flat, same_texts
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
-from toys.families import FAMILIES, tiny
 from toys.tables import dirichlet_table, plain_law, scorer, some
 from toys.texts import GREEDY, SAMPLE, Cycle, request
 
@@ -333,16 +331,3 @@ def test_the_cache_is_kept(method: str) -> None:
     row = generate(decoder, [asked])[0]
     prompt = len(draft_tokenizer(TEXT[:600])["input_ids"])
     assert counting.fed < prompt + 16 * row.stats.target_calls
-
-
-@pytest.mark.parametrize(("target", "draft"), [("bytes", "marked"), ("prepended", "word pieces")])
-@every_method
-def test_tiny_models_of_transformers(method: str, target: str, draft: str) -> None:
-    ours, draft_tokenizer = tongue(target), tongue(draft)
-    big = CausalScorer(tiny(FAMILIES["llama"], 1, torch.float64, vocab_size=len(ours)), "target")
-    small = CausalScorer(tiny(FAMILIES["qwen2"], 2, torch.float64, vocab_size=len(draft_tokenizer) + 5), "draft")
-    decoder = Decoder(big, METHODS[method](reader(small, ours, draft_tokenizer, len(ours))), batch_size=2)
-    asked = [replace(one, max_new_tokens=12) for one in requests(target)[:2]]
-    rows = generate(decoder, asked)
-    assert [row.tokens for row in rows] == [row.tokens for row in plain(decoder, asked)]
-    assert sum(row.stats.drafted for row in rows) > 0

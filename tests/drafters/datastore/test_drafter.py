@@ -24,10 +24,8 @@ from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore, DatastoreSettings, fingerprint
 from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
-from slipstream.models.causal import CausalScorer
 from toys.drafts import Altered, drafted, flat, law_distance
 from toys.enumeration import EXACT, WRONG
-from toys.families import FAMILIES, HF_VOCAB, tiny
 from toys.tables import PAIRS, VOCAB, dirichlet_table, scorer
 from toys.texts import GREEDY, SAMPLE, request, row
 
@@ -241,24 +239,6 @@ def test_coupled_texts_do_not_depend_on_the_store(memory: ResponseMemory) -> Non
         texts.append([done.output for done in generate(one, requests)])
         assert texts[-1] == [done.output for done in plain(one, requests)]
     assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_texts_of_a_model_are_its_own_while_rows_come_and_go(batch_size: int, tmp_path: Path) -> None:
-    """A real model with a cache that rolls back; the next prompts draft from what these ones said."""
-    model = tiny(FAMILIES["llama"])
-    memory = ResponseMemory(tmp_path / "m", InputEmbeddings(model.get_input_embeddings().weight))
-    store = Datastore(HF_VOCAB, Corpus.build([list(range(HF_VOCAB)) * 2], HF_VOCAB), memory, learn=True)
-    one = Decoder(CausalScorer(model), store, controller=Fixed(4), batch_size=batch_size)
-    requests = [request([3 + i, 5, 7 * i % 9, 2], 6 + 5 * i, GREEDY, key=i) for i in range(4)]
-    want = [done.output for done in plain(one, requests)]
-    for turn in range(2):
-        done = generate(one, requests)
-        assert [text.output for text in done] == want
-        assert not store.known
-        accepted = sum(text.stats.accepted for text in done)
-        assert accepted > 10 or not turn
-    memory.close()
 
 
 def test_a_tokenizer_is_known_by_its_words() -> None:

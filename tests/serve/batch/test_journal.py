@@ -62,6 +62,7 @@ def test_the_file_of_answers_is_in_the_order_of_the_prompts(tmp_path: Path) -> N
 
 
 def test_a_run_that_is_killed_after_any_byte_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Around the ends of lines, and at every seventh byte."""
     out, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
     complete(whole)
     with opened(out) as journal:
@@ -71,7 +72,11 @@ def test_a_run_that_is_killed_after_any_byte_goes_on_where_it_was(tmp_path: Path
             begun.append(journal.path.stat().st_size)
         data = journal.path.read_bytes()
     assert begun[-1] == len(data)
-    for size in range(len(data) + 1):
+    sizes = {
+        *range(0, len(data) + 1, 7),
+        *(end + near for end in begun for near in (-1, 0, 1) if end + near <= len(data)),
+    }
+    for size in sorted(sizes):
         out.unlink(missing_ok=True)
         journal.path.write_bytes(data[:size])
         kept = max(0, sum(size >= end for end in begun) - 1)
