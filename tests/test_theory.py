@@ -24,22 +24,6 @@ def printed(value: float, decimals: int) -> object:
     return pytest.approx(value, abs=0.5 * 10**-decimals + 1e-9)
 
 
-TABLE_1 = [  # alpha, gamma, operations, speed
-    (0.6, 2, 1.53, 1.96),
-    (0.7, 3, 1.58, 2.53),
-    (0.8, 2, 1.23, 2.44),
-    (0.8, 5, 1.63, 3.69),
-    (0.9, 2, 1.11, 2.71),
-    (0.9, 10, 1.60, 6.86),
-]
-
-
-@pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
-def test_table_1(alpha: float, gamma: int, operations: float, speed: float) -> None:
-    assert theory.operations_factor(alpha, gamma, 0) == printed(operations, 2)
-    assert theory.walltime_factor(alpha, gamma, 0) == printed(speed, 2)
-
-
 TABLE_4 = [  # task and draft, gamma, alpha, c, the paper's expectation, recomputed from the printed alpha and c
     ("EnDe small t=0", 7, 0.75, 0.02, 3.2, 3.16),
     ("EnDe base t=0", 7, 0.80, 0.04, 3.3, 3.25),

@@ -41,16 +41,6 @@ def test_table_1_row_by_row() -> None:
         assert (round(ours, 2), round(ours_too, 2)) == (operations, speed), (alpha, gamma)
 
 
-RECOMPUTED = (3.16, 3.25, 2.50, 2.26, 2.35, 1.93, 2.40, 2.62, 2.02, 1.89, 1.80, 1.54)
-
-
-@pytest.mark.parametrize(("row", "recomputed"), [*zip(published.TABLES_2_AND_4, RECOMPUTED, strict=True)])
-def test_table_4_recomputed(row: published.Speed, recomputed: float) -> None:
-    again = theory.walltime_factor(row.alpha, row.gamma, row.c)
-    assert round(again, 2) == recomputed
-    assert abs(again - row.expected) < 0.08  # the paper prints one digit
-
-
 def test_table_3_has_the_alphas_of_table_2() -> None:
     alphas = {(row.task, row.draft): (row.greedy, row.sampled) for row in published.TABLE_3}
     for row in published.TABLES_2_AND_4:

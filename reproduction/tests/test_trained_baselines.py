@@ -232,31 +232,6 @@ def test_exits_are_taught_and_taught_once(tmp_path: Path) -> None:
     assert (folder / "config.json").stat().st_mtime_ns == stamp
 
 
-def test_an_interrupted_lesson_ends_with_the_same_weights(tmp_path: Path) -> None:
-    lesson, made = Lesson(6, 2, 16, 1e-3, save_every=2), list[dict[str, Tensor]]()
-    for stop in (None, 3):
-        torch.manual_seed(0)
-        model = tiny(FAMILIES["llama"])
-        text = teaching().text
-
-        def loss_of(step: int, used: float, model: Any = model, text: Tensor = text) -> tuple[Tensor, int]:
-            tokens = tuning.windows(text, lesson, step)
-            return model(input_ids=tokens, labels=tokens).loss, tokens.numel()
-
-        def breaking(step: int, used: float, stop: int | None = stop, run: Any = loss_of) -> tuple[Tensor, int]:
-            if step == stop:
-                raise KeyboardInterrupt
-            return run(step, used)
-
-        file = tmp_path / f"{stop}.safetensors"
-        if stop is not None:
-            with pytest.raises(KeyboardInterrupt):
-                tuning.tune(model, breaking, lesson, file, ("x", lambda line: None))
-        tuning.tune(model, loss_of, lesson, file, ("x", lambda line: None))
-        made.append(dict(model.named_parameters()))
-    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
-
-
 @torch.no_grad()
 def test_a_base_and_its_heads_speak_of_the_tokens_ahead() -> None:
     model, tokens = tiny(FAMILIES["llama"]), torch.tensor([PROMPT])

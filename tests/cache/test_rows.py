@@ -154,35 +154,6 @@ TestOrders.settings = TestInt8Orders.settings = settings(
 )
 
 
-def test_growth_keeps_what_was_stored() -> None:
-    """Over several doublings of the slots, and of the rows, with rows of different length."""
-    cache, texts = RowCache(), [list(range(1, 4)), list(range(50, 150)), [7]]
-    cache.add(3)
-    for row, text in enumerate(texts):
-        run_pass(cache, [text] * (3 - row), first=row)
-        cache.advance([len(text), 0, 0][: 3 - row])
-    cache.add(4)
-    new = [list(range(1000 * r, 1000 * r + 3 * FIRST_SLOTS)) for r in range(1, 8)]
-    seen = run_pass(cache, new)
-    assert_seen(seen, [[*text, *more] for text, more in zip([*texts, [], [], [], []], new, strict=True)])
-    assert cache.lengths == [3, 100, 1, 0, 0, 0, 0]
-
-
-def test_late_rows_are_filled_without_touching_the_others() -> None:
-    cache = RowCache()
-    cache.add(2)
-    run_pass(cache, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
-    cache.advance([5, 2])
-    cache.add(2)
-    seen = run_pass(cache, [[11, 12], [13, 14]], first=2)
-    assert [keys.shape[2] for keys, _ in seen] == [2, 2]  # they need not look as far as the old rows
-    assert_seen(seen, [[11, 12], [13, 14]])
-    cache.advance([1, 2])
-    assert cache.lengths == [5, 2, 1, 2]
-    seen = run_pass(cache, [[20], [21], [22], [23]])
-    assert_seen(seen, [[1, 2, 3, 4, 5, 20], [6, 7, 21], [11, 22], [13, 14, 23]])
-
-
 def test_a_row_can_begin_with_what_another_cache_holds() -> None:
     """In a cache with rows already and in a fresh one; and it grows for a long text, of which it gets the end."""
     for used in (True, False):

@@ -371,8 +371,8 @@ def test_a_cut_copy_of_the_target_passes(draft: str, counts: Path) -> None:
     target = tiny(FAMILIES["llama"], initializer_range=0.3)
     made = load(target, draft.format(counts), gamma=2, tokenizer=Nobody())
     assert made.decoder.drafter.scorer.name.endswith(" of its tokens")
-    report = run(made, samples=128, max_new_tokens=12)
-    assert report.verdict == "pass" and "rule" in noticing(report)[WHOLE], report.text()
+    report = run(made, samples=64, max_new_tokens=8)
+    assert not failed(report) and "rule" in noticing(report)[WHOLE], report.text()
     boastful = Boaster(made.decoder.drafter, hidden=False, change=spread_over_all)
     assert "wiring" in failed(run(Engine(replace(made.decoder, drafter=boastful)), **LEAST))
 
@@ -421,9 +421,9 @@ def test_verification_by_graphs_is_certified_if_it_is_replayed(
     made, before = engine(), GRAPHS.captured
     made.decoder = replace(made.decoder, verification=CapturedVerification())
     monkeypatch.setattr(capturing, "record", repeat if replayed else lambda function, pool: (function(), lambda: None))
-    report = run(made, verify=rule)
+    report = run(made, verify=rule, **LEAST)
     if replayed:
-        assert report.verdict == "pass" and GRAPHS.captured > before
+        assert not failed(report) and GRAPHS.captured > before
     else:
         assert "wiring" in failed(report)
 
@@ -483,7 +483,7 @@ class Stale(TableScorer):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", [Shifted, Stale])
 def test_scores_of_wrong_positions_are_caught(kind: type[TableScorer], temperature: float) -> None:
-    report = run(engine(target=lambda table: kind(table, VOCAB, "target")), temperature=temperature)
+    report = run(engine(target=lambda table: kind(table, VOCAB, "target")), **{**LEAST, "temperature": temperature})
     assert report.verdict == "fail" and "scores" in failed(report), report.text()
 
 
@@ -538,10 +538,10 @@ def test_a_coupled_rule_that_is_not_coupled_is_caught() -> None:
 
 @pytest.mark.parametrize("leniency", [0.3, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_lossy_rules_fail_and_the_distance_is_told(leniency: float) -> None:
-    report = run(verify=lenient(leniency))
+    report = run(verify=lenient(leniency), **LEAST)
     assert report.verdict == "fail" and report.sampling
     assert report.sampling.tests[0].figures["mean_per_token"] > 1e-3
-    assert run(verify=lenient(1.0)).verdict == "pass"
+    assert not failed(run(verify=lenient(1.0), **LEAST))
 
 
 # ---- near-ties ----------------------------------------------------------------------------------------------------

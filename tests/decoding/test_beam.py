@@ -102,7 +102,7 @@ def embedded(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(EMBEDDED / name, dtype=torch.float32).eval()
 
 
-TEXTS = [text(seed, length) for seed, length in enumerate([9, 1, 4, 17, 30, 2, 6])]
+TEXTS = [text(seed, length) for seed, length in enumerate([9, 1, 4, 17, 30])]
 PAIR_EOS = frozenset({0})
 
 

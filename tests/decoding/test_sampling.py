@@ -261,27 +261,6 @@ def test_settings_that_forbid_every_token_are_an_error_and_no_token_beyond_the_v
     assert done.error is not None and done.error.startswith("no token is possible for text 0 after 1 tokens")
 
 
-WRONG: list[tuple[dict[str, float], str]] = [
-    ({"temperature": -0.1}, "temperature=-0.1 is not possible: it must be 0 (greedy), or 1e-20 and more."),
-    ({"temperature": math.nan}, "temperature=nan is not possible: it must be 0 (greedy), or 1e-20 and more."),
-    ({"temperature": 1e-300}, "temperature=1e-300 is not possible: it must be 0 (greedy), or 1e-20 and more."),
-    ({"top_k": -1}, "top_k=-1 is not possible: it must be 0 (off) or more."),
-    ({"top_p": 0.0}, "top_p=0.0 is not possible: it must be above 0 and at most 1 (off)."),
-    ({"top_p": 1.5}, "top_p=1.5 is not possible: it must be above 0 and at most 1 (off)."),
-    ({"min_p": -0.5}, "min_p=-0.5 is not possible: it must be between 0 (off) and 1."),
-    ({"typical_p": 0.0}, "typical_p=0.0 is not possible: it must be above 0 and at most 1 (off)."),
-    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 is not possible: it must be above 0 (1 is off)."),
-    ({"min_new_tokens": -1}, "min_new_tokens=-1 is not possible: it must be 0 or more."),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), WRONG, ids=lambda value: str(value)[:24])
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        Sampling(**settings)
-    assert str(error.value) == message
-
-
 def test_rows_with_settings_of_their_own_are_processed_apart() -> None:
     """The laws come back in the order of the rows, whatever groups their settings form."""
     hot, cold = Sampling(temperature=2.0), Sampling(temperature=0.5, repetition_penalty=1.3)

@@ -298,15 +298,6 @@ def test_a_model_goes_ahead_if_told_to_or_if_it_has_a_device_of_its_own() -> Non
     assert ahead_or_waiting(there, None, None) is there
 
 
-@pytest.mark.slow
-def test_a_specification_asks_for_it() -> None:
-    sampling: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 3}
-    waiting, ours = (load(draft=f"embedded?ahead={word}", gamma=3) for word in ("false", "true"))
-    assert isinstance(ours.decoder.drafter, AheadDrafter) and isinstance(waiting.decoder.drafter, ModelDrafter)
-    texts = [engine.generate(["The river"], **sampling)[0].tokens for engine in (waiting, ours)]
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize(
     ("draft", "settings"), [("embedded?ahead=true", {"tree": (2, 1)}), ("embedded?ahead=true>embedded", {})]
 )

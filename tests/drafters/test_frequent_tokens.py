@@ -23,15 +23,13 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.frequent_tokens import FrequentTokens, TokenCounts, kept_counts
 from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.specification import drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
 from slipstream.models.facts import vocabulary_of
 from slipstream.models.loading.load import load_scorer
-from slipstream.models.loading.twins import quantized_part, with_kept_tokens
+from slipstream.models.loading.twins import with_kept_tokens
 from slipstream.models.tables import TableScorer
 from terminal import run
 from toys.drafts import Altered, law_error, propose, text_law
@@ -195,27 +193,6 @@ def test_only_kept_tokens_are_drafted() -> None:
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
-
-
-@needs_kernel
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("sampler", [GREEDY, SAMPLE], ids=["greedy", "sampled"])
-def test_graphs_draft_what_is_drafted_token_by_token(
-    family: str, sampler: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda traced, **_: traced)
-    runs = []
-    for compiled in (False, True):
-        target = CausalScorer(tiny(FAMILIES[family]))
-        part = quantized_part(target, Precision(8, 64), KEPT)
-        assert isinstance(part, CausalScorer)
-        if compiled:
-            part.make_draft_graphs((3,))
-        decoder = Decoder(target, SameRowsDrafter(part), controller=Fixed(3))
-        rows = [*generate(decoder, ragged(sampler)), *generate(decoder, ragged(sampler)[:1])]
-        runs.append([(each.tokens, each.stats.drafted, each.stats.accepted) for each in rows])
-        assert not compiled or (part.draft_graphs and part.draft_graphs.made)
-    assert runs[0] == runs[1]
 
 
 def test_heads_draft_kept_tokens_and_the_target_s_text() -> None:

@@ -107,7 +107,7 @@ def test_stops_in_mid_round_and_company_change_nothing(name: str) -> None:
     company_changes_nothing(replace(decoder(name, HF_VOCAB, (4,)), batch_size=1))
 
 
-@kinds("first layer", "int4", "heads", "dflash")
+@kinds("first layer", "int4", "heads", "eagle3, two tokens", "dflash")
 def test_settings_hold_for_the_draft_too(name: str) -> None:
     """Nothing is drafted that a request's own settings forbid, and a penalty looks at the drafted tokens before."""
     sampler, seen = Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3), 0

@@ -16,11 +16,13 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram
 from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.specification import Chain, DrafterTerm, OneOf, drafter, parse
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.packing import lowest_bits
 from slipstream.measure.environment import scorers
 from slipstream.models.loading.pairings import EMBEDDED
+from toys.kernels import needs_kernel
 from toys.tables import dirichlet_table, scorer
 
 TARGET = scorer(dirichlet_table(1), "target")
@@ -185,6 +187,11 @@ def test_a_draft_model_is_quantized_and_the_target_is_not() -> None:
         ("lookup|embedded", None, Choice),
         ("lookup|embedded||plain", None, Bandit),
         (Lookup(), None, Lookup),
+        *(pytest.param(name, None, SameRowsDrafter, marks=needs_kernel) for name in ("int4", "int8", "window:8")),
+        pytest.param("window:8?weights=int4&sinks=2", None, SameRowsDrafter, marks=needs_kernel),
+        pytest.param("quantized:int4?group=64", None, SameRowsDrafter, marks=needs_kernel),
+        pytest.param("lookup|int4", None, Choice, marks=needs_kernel),
+        pytest.param("lookup>int8", None, ChainDrafter, marks=needs_kernel),
     ],
 )
 def test_load_takes_them_all_and_text_stays_the_targets(draft: Any, tree: Any, kind: type) -> None:

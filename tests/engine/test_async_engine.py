@@ -111,15 +111,6 @@ def test_pieces_are_the_text_and_closing_a_stream_frees_its_place(engine: slipst
     assert engine.generate(PROMPTS[0], max_new_tokens=20)[0].text.startswith(first)
 
 
-def test_beams_run_between_the_texts(engine: slipstream.Engine) -> None:
-    async def work(running: slipstream.AsyncEngine) -> list[str]:
-        text, beams = running.generate(PROMPTS[1], **OPTIONS), running.generate(PROMPTS[0], num_beams=2)
-        return [each.text for found in await asyncio.gather(text, beams) for each in found]
-
-    alone = [engine.generate(PROMPTS[1], **OPTIONS)[0].text, engine.generate(PROMPTS[0], num_beams=2)[0].text]
-    assert served(engine, work) == alone
-
-
 def test_what_cannot_be_is_said(engine: slipstream.Engine) -> None:
     async def work(running: slipstream.AsyncEngine) -> None:
         with pytest.raises(QueueFull, match="try again later"):

@@ -51,16 +51,17 @@ def generated(made: PreTrainedModel, prompt: list[int], **settings: Any) -> list
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_texts_are_those_of_generate(name: str) -> None:
     made = model(SETTINGS[name])
-    for prompt in PROMPTS:
-        want = generated(made, prompt)
-        for draft in (None, "lookup"):
-            [done] = slipstream.load(made, draft).generate([prompt], max_new_tokens=LENGTH)
+    wanted = [generated(made, prompt) for prompt in PROMPTS]
+    for draft in (None, "lookup"):
+        engine = slipstream.load(made, draft)
+        for prompt, want in zip(PROMPTS, wanted, strict=True):
+            [done] = engine.generate([prompt], max_new_tokens=LENGTH)
             assert list(done.tokens) == want
     free, plain = slipstream.load(made, generation_config=NONE), model({})
     texts = [list(free.generate([each], max_new_tokens=LENGTH)[0].tokens) for each in PROMPTS]
     assert texts == [generated(plain, prompt) for prompt in PROMPTS] and free.notes == ()
-    assert texts != [generated(made, prompt) for prompt in PROMPTS], "the setting changes nothing"
-    assert any(setting in slipstream.load(made).notes[-1] for setting in SETTINGS[name])
+    assert texts != wanted, "the setting changes nothing"
+    assert any(setting in engine.notes[-1] for setting in SETTINGS[name])
 
 
 def test_a_forced_beginning_is_for_prompts_of_one_token() -> None:

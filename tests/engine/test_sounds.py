@@ -70,14 +70,6 @@ def test_a_draft_model_reads_the_text_around_sounds(folder: Path, engine: Engine
     assert ours[0].stats.drafted
 
 
-def test_coupled_samples_are_those_without_a_draft(engine: Engine) -> None:
-    coupled = {"temperature": 1.0, "verify": "coupled", "max_new_tokens": 8, "seed": 3}
-    prompts: list[Any] = [{"text": TEXT, "audio": [sound(seed)]} for seed in (1, 2)]
-    ours, plain = (engine.generate(prompts, plain=plain, **coupled) for plain in (False, True))
-    assert [each.tokens for each in ours] == [each.tokens for each in plain]
-    assert ours[0].tokens != ours[1].tokens
-
-
 def test_what_cannot_be_heard_is_refused(engine: Engine) -> None:
     for prompt, says in (
         ({"text": TEXT, "images": [picture(1)]}, "has images, but .* reads text and sounds only here"),

@@ -55,13 +55,6 @@ def test_fields_for_the_template_reach_it(client: openai.OpenAI) -> None:
         assert answer.choices[0].message.content == client.completions.create(**asked).choices[0].text
 
 
-def test_parts_of_text_are_one_text(client: openai.OpenAI) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "add"}, {"type": "text", "text": "two"}]}]
-    joined = [{"role": "user", "content": "add\ntwo"}]
-    first, second = (client.chat.completions.create(**{**ASKED, "messages": each}) for each in (parts, joined))
-    assert first.choices[0].message.content == second.choices[0].message.content
-
-
 def test_logprobs_come_with_every_token(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
     found = answer.choices[0].logprobs.content
@@ -109,19 +102,6 @@ def test_json_by_a_schema(client: openai.OpenAI) -> None:
     found = json.loads(answer.choices[0].message.content)
     assert found["color"] in ("red", "green") and 0 <= found["count"] <= 9
     assert answer.choices[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("outputs", "fits"),
-    [
-        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
-        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdecimal()),
-        ({"grammar": 'start: "a" "b"+ "c"'}, lambda text: text.startswith("ab") and set(text) <= set("abc")),
-    ],
-)
-def test_structured_outputs(client: openai.OpenAI, outputs: dict[str, Any], fits: Any) -> None:
-    answer = client.chat.completions.create(**ASKED, extra_body={"structured_outputs": outputs})
-    assert fits(answer.choices[0].message.content)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

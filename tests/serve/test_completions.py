@@ -238,18 +238,6 @@ def test_a_search_waits_for_what_runs_and_others_wait_for_it(client: openai.Open
     assert all([one.text for one in choices] == [one.text for one in want] for choices in found[1::2])
 
 
-def test_a_temperature_samples_the_beams_and_a_seed_says_which(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 8, "temperature": 2, "n": 2}
-    found = [
-        [
-            one.text
-            for one in client.completions.create(**asked, seed=seed, extra_body={"use_beam_search": True}).choices
-        ]
-        for seed in (1, 1, 2)
-    ]
-    assert found[0] == found[1] != found[2]
-
-
 def test_the_best_of_several_samples_are_answered(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "embedded", "prompt": PROMPT, "max_tokens": 8, "temperature": 1.5, "seed": 3}
     several = client.completions.create(**asked, n=5, logprobs=0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sqlite3
-import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from processes import forks
 from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder, unit
 from slipstream.drafters.datastore.index import VectorIndex
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory, Totals, forget, read_totals
@@ -187,46 +187,31 @@ def test_a_failing_write_is_an_error_and_leaves_nothing(memory: ResponseMemory) 
 
 # ---- several processes ------------------------------------------------------------------------------------------
 
-WRITE = """
-import sys
-import numpy as np
-from slipstream.drafters.datastore.memory import ResponseMemory
-class Spelled:
-    name, dimension = "spelled", 8
-    def __call__(self, tokens):
-        counts = np.bincount(np.array(tokens) % 8, minlength=8).astype(np.float32)
-        return counts / np.linalg.norm(counts)
-memory, first = ResponseMemory(sys.argv[1], Spelled()), int(sys.argv[2])
-for number in range(first, first + 10**6):
-    memory.add("shared", [number, number + 1], [number] * (1 + number % 50))
-    print(number, flush=True)  # acknowledged
-"""
 
-
-def writer(path: Path, first: int) -> subprocess.Popen[str]:
-    """A process that adds entries and prints the number of each that was acknowledged, until it is killed."""
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITE, str(path), str(first)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+def write(path: Path, first: int, told: Connection) -> None:
+    """Add entries, and tell the number of each that was acknowledged, until the process is killed."""
+    memory = ResponseMemory(path, Spelled())
+    for number in range(first, first + 10**6):
+        memory.add("shared", [number, number + 1], [number] * (1 + number % 50))
+        told.send(number)
 
 
 def test_two_write_and_one_is_killed_without_a_loss(path: Path) -> None:
     """All of them are killed in the end, each at some instruction; what each acknowledged is there and whole."""
-    writers = [writer(path, 10**6 * place) for place in range(3)]
-    acknowledged: list[list[int]] = [[] for _ in writers]
-    for process, lines in zip(writers, acknowledged, strict=True):
-        assert process.stdout is not None
-        lines.append(int(process.stdout.readline()))  # all of them run
-    for last, (process, lines) in enumerate(zip(writers, acknowledged, strict=True)):
-        assert process.stdout is not None
-        lines += [int(process.stdout.readline()) for _ in range(15 * (last + 1))]  # the others go on meanwhile
-        process.send_signal(signal.SIGKILL)
-        lines += [int(line) for line in process.stdout if line.endswith("\n")]
-        process.wait(30)
-        process.stdout.close()
+    writers, acknowledged = [], [list[int]() for _ in range(3)]
+    for place, lines in enumerate(acknowledged):
+        heard, told = forks.Pipe(duplex=False)
+        writers.append((forks.Process(target=write, args=(path, 10**6 * place, told), daemon=True), heard))
+        writers[-1][0].start()
+        told.close()
+        lines.append(heard.recv())  # all of them run
+    for last, ((process, heard), lines) in enumerate(zip(writers, acknowledged, strict=True)):
+        lines += [heard.recv() for _ in range(15 * (last + 1))]  # the others go on meanwhile
+        process.kill()
+        with heard, suppress(EOFError, OSError):  # what was told before
+            while True:
+                lines.append(heard.recv())
+        process.join(30)
     database = sqlite3.connect(path)
     assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     held = {}

@@ -14,9 +14,11 @@ from slipstream.core.source import Source
 from slipstream.kernels.packing import can_pack, packed
 from slipstream.models.loading.load import load_model, load_scorer
 from slipstream.models.loading.twins import encoder_dtype, with_encoder_dtype
-from toys import FAMILIES, SEQ2SEQ, tiny
+from toys import FAMILIES, SEQ2SEQ, rare, tiny
 
 SOURCES = [[5, 9, 4, 17, 3, 8, 11], [7, 3, 12]]
+SHOWN = ("t5", "whisper")
+families = pytest.mark.parametrize("family", [*SHOWN, *rare(*(name for name in SEQ2SEQ if name not in SHOWN))])
 
 
 def states(model: Any, read: Source) -> torch.Tensor:
@@ -32,7 +34,7 @@ def spread(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", SEQ2SEQ)
+@families
 def test_the_encoder_alone_is_converted_and_the_given_model_stays_as_it_is(family: str) -> None:
     model = tiny(SEQ2SEQ[family])
     before = copy.deepcopy(model.state_dict())
@@ -50,14 +52,14 @@ def test_the_encoder_alone_is_converted_and_the_given_model_stays_as_it_is(famil
     assert not torch.equal(found, states(model, read))
 
 
-@pytest.mark.parametrize("family", SEQ2SEQ)
+@families
 def test_the_twin_keeps_the_contract_of_every_model(family: str) -> None:
     twin = with_encoder_dtype(tiny(SEQ2SEQ[family]), torch.float64)  # finer, so that the contract's tolerance holds
     assert contract(twin) < TOLERANCE
 
 
 @pytest.mark.skipif(not can_pack(tiny(SEQ2SEQ["t5"])), reason="no kernel for packed weights here")
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("family", [*SHOWN, *rare("bart")])
 def test_packed_weights_keep_both_types(family: str) -> None:
     twin = with_encoder_dtype(tiny(SEQ2SEQ[family]), torch.bfloat16)
     fast = packed(twin)
