@@ -243,9 +243,8 @@ NEVER = [(0.0, 0.1), (0.1, 0.5), (0.3, 1.0)]
 """Chances of drafted tokens, and costs of a draft step with which drafting never pays."""
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (4, 1.0)])
 @pytest.mark.parametrize(("alpha", "c"), NEVER)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_drafting_never_pays_less_than_2_percent_are_lost(
     alpha: float, c: float, rows: int, temperature: float
 ) -> None:

@@ -296,6 +296,3 @@ def shifted(draft: Draft) -> Draft:
 @pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
 def test_a_law_that_was_not_sampled_from_is_caught(rule: rules.Rule, fault: Callable[[Draft], Draft]) -> None:
     assert law_distance(TARGET, lambda: Altered(Lookup(), fault), rule, (2,), PROMPT) > WRONG
-
-
-# ---- a Hugging Face model ---------------------------------------------------------------------------------------

@@ -507,6 +507,3 @@ def test_a_law_that_was_not_sampled_from_is_caught(rule: rules.Rule) -> None:
     assert law_distance(TARGET, Peeking, rule, (2,), PROMPT, 2) > WRONG
     half = Sampling(temperature=0.5)
     assert law_distance(TARGET, lambda: Altered(toy(3)(), before_the_sampler), rule, (1,), PROMPT, sampler=half) > WRONG
-
-
-# ---- a Hugging Face model ---------------------------------------------------------------------------------------

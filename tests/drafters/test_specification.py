@@ -187,7 +187,7 @@ def test_a_draft_model_is_quantized_and_the_target_is_not() -> None:
         ("lookup|embedded", None, Choice),
         ("lookup|embedded||plain", None, Bandit),
         (Lookup(), None, Lookup),
-        *(pytest.param(name, None, SameRowsDrafter, marks=needs_kernel) for name in ("int4", "int8", "window:8")),
+        *(pytest.param(name, None, SameRowsDrafter, marks=needs_kernel) for name in ("int4", "window:8")),
         pytest.param("window:8?weights=int4&sinks=2", None, SameRowsDrafter, marks=needs_kernel),
         pytest.param("quantized:int4?group=64", None, SameRowsDrafter, marks=needs_kernel),
         pytest.param("lookup|int4", None, Choice, marks=needs_kernel),
@@ -198,5 +198,5 @@ def test_load_takes_them_all_and_text_stays_the_targets(draft: Any, tree: Any, k
     engine = slipstream.load(draft=draft, tree=tree)
     assert isinstance(engine.decoder.drafter, kind)
     prompt = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n"
-    fast, slow = (engine.generate(prompt, max_new_tokens=24, plain=plain)[0] for plain in (False, True))
+    fast, slow = (engine.generate(prompt, max_new_tokens=12, plain=plain)[0] for plain in (False, True))
     assert fast.tokens == slow.tokens and fast.stats.accepted
