@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import fastapi
 import pytest
 from httpx import ASGITransport, AsyncClient
 
@@ -128,6 +130,26 @@ def test_a_special_token_named_in_stop_ends_the_text() -> None:
     ended, chunks = ask(engine, {**body, "stop": ["<s>"]})
     assert ended["text"] == joined(chunks)["text"] and ended["finish_reason"] == "stop"
     assert plain["text"].startswith(ended["text"]) and len(ended["text"]) < len(plain["text"])
+
+
+def test_the_description_of_the_server_is_made_beside_the_event_loop_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, make = list[str](), fastapi.applications.get_openapi
+
+    def made(**about: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return make(**about)
+
+    async def ask() -> list[Any]:
+        app = create_app(
+            ServerState.new(writing("bytes", [1], [2], {}), ServeSettings(("scripted",)), Capacity(2), None)
+        )
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return [(await client.get("/openapi.json")).json() for _ in range(2)]
+
+    monkeypatch.setattr(fastapi.applications, "get_openapi", made)
+    first, second = asyncio.run(ask())
+    assert first == second and first["paths"].keys() > {"/v1/completions", "/health"}
+    assert len(threads) == 1 and threads[0] != threading.main_thread().name
 
 
 def test_what_a_request_leaves_out_is_the_models_own() -> None:
