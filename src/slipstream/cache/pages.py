@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterable
+from functools import cache
 from math import prod
 
 import torch
@@ -25,7 +26,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     tensor = torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
-    _advise(tensor, mmap.MADV_NOHUGEPAGE)  # a huge page holds several short rows; systems without them refuse
+    _advise(tensor.data_ptr(), size, mmap.MADV_NOHUGEPAGE)  # one holds several short rows; systems without them refuse
     return tensor
 
 
@@ -33,22 +34,20 @@ def in_pages(device: torch.device) -> bool:
     return LINUX and device.type == "cpu"
 
 
-def clear(part: Tensor) -> None:
-    """Zero a part (heads, slots, width) of a row of `zeros`; whole pages are given back."""
+def clear(row: Tensor, start: int, stop: int) -> None:
+    """Zero the written slots start..stop of a row (heads, slots, width) of `zeros`; whole pages are given back."""
+    part = row[:, start:stop]
     if not in_pages(part.device):
         part.zero_()
         return
-    for piece in (part,) if part.is_contiguous() else part:
-        start, size = piece.data_ptr(), piece.numel() * piece.element_size()
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first >= last:
+    for piece in part if start else (row,):  # all of it is one piece, and pages that were never written are not there
+        begin, end = piece.data_ptr(), piece.data_ptr() + piece.nbytes
+        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last or _advise(first, last - first, mmap.MADV_DONTNEED):
             piece.zero_()
-            continue
-        flat = piece.flatten().view(torch.uint8)
-        whole = flat[first - start : last - start]
-        if _advise(whole, mmap.MADV_DONTNEED):
-            whole.zero_()
-        flat[: first - start] = flat[last - start :] = 0
+        else:
+            ctypes.memset(begin, 0, first - begin)
+            ctypes.memset(last, 0, end - last)
 
 
 def bytes_taken(store: Tensor, rows: int, slots: int, lengths: Iterable[int]) -> int:
@@ -59,7 +58,11 @@ def bytes_taken(store: Tensor, rows: int, slots: int, lengths: Iterable[int]) ->
     return sum(heads * (-(-length * slot // mmap.PAGESIZE) + 1) * mmap.PAGESIZE for length in lengths if length * slot)
 
 
-def _advise(tensor: Tensor, advice: int) -> int:
-    """Tell the system how the memory of a tensor is used -> 0, unless it refuses."""
-    size = ctypes.c_size_t(tensor.numel() * tensor.element_size())
-    return int(ctypes.CDLL(None).madvise(ctypes.c_void_p(tensor.data_ptr()), size, advice))
+def _advise(address: int, size: int, advice: int) -> int:
+    """Tell the system how memory is used -> 0, unless it refuses."""
+    return int(_library().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

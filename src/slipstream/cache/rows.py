@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.cache.pages import bytes_taken, clear, zeros
-from slipstream.cache.stores import FloatStore, Store, each_tensor
+from slipstream.cache.stores import FloatStore, Store, Stores, each_tensor
 
 FIRST_SLOTS = 128
 INDEXER = 1_000_000  # the first layer number under which keys of indexers are stored, above all numbers of layers
@@ -33,7 +34,7 @@ class RowCache:
         self._capacity = 0
         self._slots = FIRST_SLOTS
         self._layers: dict[int, Store] = {}
-        self._views: tuple[slice, dict[int, Store]] | None = None  # rows, and the stores of these
+        self._views: tuple[slice, dict[int, Store], Stores] | None = None  # rows, and the stores of these
         self._dirty: list[int] = []  # slots that were ever written since a row was added
         self.least = 0  # slots that a pass reads at least, even if fewer are in use
         self.part = slice(0, 0)  # the rows that take part in this pass
@@ -74,7 +75,7 @@ class RowCache:
     def _clear(self, row: int, start: int) -> None:
         """Zero a row's slots from `start` on: a damaged text may have left NaN, which passes any mask (0 * NaN)."""
         for store in chain.from_iterable(self._layers.values()):
-            clear(store[row, :, start : self._dirty[row]])
+            clear(store[row], start, self._dirty[row])
         self._dirty[row] = min(self._dirty[row], start)
 
     @torch.inference_mode()
@@ -132,7 +133,7 @@ class RowCache:
     def place(self, count: int, first: int = 0, stop: int | None = None) -> Tensor:
         """Make room for `count` tokens after each of the rows first..stop -> their slots (rows, count), on the CPU."""
         self.reserve(count, first, stop)
-        return torch.tensor(self._lengths)[:, None] + torch.arange(count)
+        return torch.from_numpy(np.array(self._lengths, np.int64)[:, None] + np.arange(count))
 
     def reserve(self, count: int, first: int = 0, stop: int | None = None) -> None:
         """Make room for `count` tokens after each of the rows first..stop (None: all from `first` on)."""
@@ -146,23 +147,20 @@ class RowCache:
         return self.lengths[self.part]
 
     @property
-    def stores(self) -> list[Store]:
+    def stores(self) -> Stores:
         """The stores of every layer, of all rows, with all their slots; empty before the first pass."""
-        return self._stores_of(slice(0, len(self.lengths)))
+        return self._views_of(slice(0, len(self.lengths)))[1]
 
     @property
-    def taking_part(self) -> list[Store]:
-        return self._stores_of(self.part)
+    def taking_part(self) -> Stores:
+        return self._views_of(self.part)[1]
 
-    def _stores_of(self, rows: slice) -> list[Store]:
-        """Return the stores of these rows, by layer; those of hidden states, behind the layers, take no part."""
-        return [store for layer, store in self._views_of(rows).items() if layer < INDEXER]
-
-    def _views_of(self, rows: slice) -> dict[int, Store]:
+    def _views_of(self, rows: slice) -> tuple[dict[int, Store], Stores]:
+        """Return the stores of these rows by number, and those of layers: hidden states, behind them, take no part."""
         if self._views is None or self._views[0] != rows:  # kept, as every pass would make dozens of views again
             parts = {layer: each_tensor(self._layers[layer], lambda each: each[rows]) for layer in sorted(self._layers)}
-            self._views = rows, parts
-        return self._views[1]
+            self._views = rows, parts, Stores(store for layer, store in parts.items() if layer < INDEXER)
+        return self._views[1:]
 
     def _store(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> Store:
         if layer not in self._layers:
@@ -170,12 +168,12 @@ class RowCache:
             format = self._format if layer < INDEXER else FloatStore
             like = format.of(keys[:, :, :1], values[:, :, :1])
             self._layers[layer], self._views = each_tensor(like, self._allocate), None
-        return self._views_of(rows)[layer]
+        return self._views_of(rows)[0][layer]
 
     @property
-    def last_sees_all(self) -> bool:
-        """Whether every row of this pass ends at its last slot, so that a single new token may attend to all slots."""
-        return len(set(self._lengths)) == 1 and self.end == self.past + self._count
+    def alike(self) -> bool:
+        """Whether all rows of this pass have the same length."""
+        return len(set(self._lengths)) == 1
 
     @property
     def past(self) -> int:

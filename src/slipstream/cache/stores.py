@@ -8,6 +8,8 @@ written with it: so the same text gives the same bits however it was divided int
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -66,7 +68,17 @@ def _int8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Store = FloatStore | Int8Store
-Stores = list[Store]  # the keys and values of every layer
+
+
+class Stores(tuple[Store, ...]):
+    """The keys and values of every layer."""
+
+    @cached_property
+    def laid(self) -> tuple[list[Tensor], list[torch.Size], list[int]]:
+        """Their tensors, and the shapes and addresses of these: asked for once, and not before every pass."""
+        tensors = [*chain.from_iterable(self)]
+        assert all(map(Tensor.is_contiguous, tensors)), "parts of stores are whole rows"
+        return tensors, [tensor.shape for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
 
 
 def store_format(kv_dtype: str | None) -> type[Store]:

@@ -98,7 +98,7 @@ class Law:
         return self.probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
     def first(self, positions: int) -> Law:
-        return self._map(lambda data: data[:, :positions])
+        return self if positions == self.positions else self._map(lambda data: data[:, :positions])
 
     def stretched(self, positions: int) -> Law:
         """Return the law padded to this many positions by repeating its last one."""

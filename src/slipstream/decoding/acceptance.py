@@ -79,7 +79,9 @@ def survival(p: Law, draft: Draft) -> Tensor:
     Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i.
     """
     assert draft.law is not None
-    ratio = p.first(draft.law.positions).of(draft.tokens).double().log() - draft.law.of(draft.tokens).double().log()
+    ratio = p.first(draft.law.positions).of(draft.tokens).double().log()
+    if draft.law.tokens is None:  # else q(x) is 1
+        ratio -= draft.law.of(draft.tokens).double().log()
     sums = torch.nn.functional.pad(ratio.cumsum(-1), (1, 0))
     sums = sums.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # padding may hold 0/0
     return (sums - sums.cummax(-1).values).exp()
@@ -91,7 +93,8 @@ def overlap(p: Law, q: Law, weight: Tensor) -> tuple[Tensor, Tensor]:
     p, q and the weights w cover the same rows and positions.
     """
     if q.tokens is not None:
-        return beta(p, q), weight * (1 - p.of(q.tokens))
+        shared = beta(p, q)
+        return shared, weight * (1 - shared)
     # In the laws' own dtype: float64 over a whole vocabulary would cost as much as the target's last layer.
     rest = p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
     return beta(p, q), rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)

@@ -138,13 +138,13 @@ class _Question:
         assert logits is not None and tokens is not None and temperatures is not None and following is not None
         # Greedy laws need no temperature, and dividing by it would make them NaN.
         scores = wide(logits) / temperatures[:, None, None] if self.sampled else wide(logits)
-        p, total = law_of_scores(scores, not self.sampled)
+        p, valid = law_of_scores(scores, not self.sampled)
         law = None if q is None and q_tokens is None else Law(probs=q, tokens=q_tokens)
         draft = Draft(tokens, law, self.draft.lengths, counts=counts)
         numbers = {Purpose.ACCEPT: coins, Purpose.NEXT: following}
         verdict = self.verifier(p, draft, lambda law, purpose: _drawn(law, numbers[purpose]))
         token = _drawn(verdict.law, following.gather(1, verdict.accepted[:, None]))
-        parts = (verdict.accepted, token[:, 0], total.isfinite()[None], verdict.beta.flatten())
+        parts = (verdict.accepted, token[:, 0], valid.isfinite().all()[None], verdict.beta.flatten())
         laws = (p.probs, p.tokens, p.scores, verdict.law.probs, verdict.law.tokens)
         # One vector, so that one transfer brings all that the host has to know; the laws stay on the GPU.
         return [torch.cat([part.double() for part in parts]), *(each for each in laws if each is not None)]

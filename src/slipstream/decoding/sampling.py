@@ -219,7 +219,7 @@ class Sampling(SamplingFields):
 
     def _law(self, scores: Tensor) -> tuple[Law, bool]:
         law, total = law_of_scores(scores, self.greedy)
-        return law, math.isfinite(total.item())
+        return law, math.isfinite(sum(total.flatten().tolist()))
 
     def _process(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes) -> Tensor:
         chains = [self.chain(len(row.request.prompt), scores.device) for row in rows]
@@ -284,14 +284,14 @@ class Sampling(SamplingFields):
 
 
 def law_of_scores(scores: Tensor, greedy: bool) -> tuple[Law, Tensor]:
-    """Make a law of processed scores (rows, positions, vocab), and return a number that is finite exactly if the law is
-    valid at every position."""
+    """Make a law of processed scores (rows, positions, vocab), and return numbers (rows, positions) that are finite
+    exactly where it is valid."""
     if greedy:
         # NaN or infinite exactly if there is a NaN, +inf, or nothing but -inf
         values, tokens = greatest(scores)
-        return Law(tokens=tokens, scores=scores), values.sum()
+        return Law(tokens=tokens, scores=scores), values
     probs = scores.softmax(-1)  # any of these makes all of it NaN, so that one token is enough to see it
-    return Law(probs=probs), probs[..., 0].sum()
+    return Law(probs=probs), probs[..., 0]
 
 
 def temperatures_of(rows: Sequence[Row]) -> list[float] | None:

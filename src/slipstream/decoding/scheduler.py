@@ -209,7 +209,8 @@ class Scheduler:
             self._reader.add(here[-1])
 
     def _dismiss(self) -> None:
-        self._leave([row for row in [*self.running, *self.reading] if row.finish_reason])
+        if leaving := [row for row in [*self.running, *self.reading] if row.finish_reason]:
+            self._leave(leaving)
 
     def _leave(self, leaving: Sequence[Row]) -> None:
         target = self.decoder.target

@@ -56,7 +56,8 @@ def play_round(decoder: Decoder, running: Sequence[Row], gammas: Sequence[int], 
     draft = decoder.drafter.propose(context, possible).to(target.device)
     watch.lap("draft")
     counts = [1 + length for length in draft.lengths]
-    logits = target.extend(torch.cat([pending, draft.fed], 1), counts, tree=draft.tree)
+    fed = torch.cat([pending, draft.fed], 1) if draft.tokens.shape[1] else pending
+    logits = target.extend(fed, counts, tree=draft.tree)
     watch.lap("target")
     outcome = decoder.verification(decoder.verifier, context, logits, draft, target.name)
     watch.lap("accept")

@@ -36,10 +36,9 @@ class CopyingDrafter(Drafter, Generic[T]):
         raise NotImplementedError
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        known = WeakKeyDictionary[Row, T]()
-        for row in context.rows:
-            known[row] = self.known[row] if row in self.known else self.begin(row)
-        self.known = known
+        if len(self.known) != len(context.rows) or not all(row in self.known for row in context.rows):
+            kept = {row: self.known[row] if row in self.known else self.begin(row) for row in context.rows}
+            self.known = WeakKeyDictionary(kept)
         pairs = zip(context.rows, gammas, strict=True)
         return sure([ended(self.copy(row, gamma), row) if gamma else [] for row, gamma in pairs])
 

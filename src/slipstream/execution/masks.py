@@ -35,24 +35,18 @@ class PassMasks:
     """The positions of a pass, and which slots its new tokens may attend to before any window.
 
     `own` (rows, n) are positions of the new tokens, `others` (rows or 1, slots) those of the slots in the cache, and
-    `allowed` is (rows, n, slots); None allows all `end` slots.
+    `allowed` is (rows, n, slots).
     """
 
     own: Tensor
     others: Tensor
-    allowed: Tensor | None
-    end: int
-
-    @staticmethod
-    def everything(slots: Tensor, end: int) -> PassMasks:
-        """Make the masks of a pass of one token per row, which attends to all tokens before it."""
-        return PassMasks(slots, slots, None, end)
+    allowed: Tensor
 
     @staticmethod
     def chain(slots: Tensor, end: int) -> PassMasks:
         """Make the masks of chains: every token attends to the slots up to its own, and its position is its slot."""
         others = torch.arange(end, device=slots.device)[None]
-        return PassMasks(slots, others, others[:, None] <= slots[:, :, None], end)
+        return PassMasks(slots, others, others[:, None] <= slots[:, :, None])
 
     @staticmethod
     def tree(slots: Tensor, end: int, tree: Tree) -> PassMasks:
@@ -67,7 +61,7 @@ class PassMasks:
         others = torch.where(places < 0, places + base, base + depths.gather(1, inside))
         line = seen.gather(2, inside[:, None].expand(-1, new, -1)) & ((places >= 0) & (places < count))[:, None]
         own = base + depths.gather(1, held + torch.arange(new, device=slots.device).expand(rows, -1))
-        return PassMasks(own, others, (places < 0)[:, None] | line, end)
+        return PassMasks(own, others, (places < 0)[:, None] | line)
 
     @property
     def back(self) -> Tensor:
@@ -76,15 +70,19 @@ class PassMasks:
 
     def mask(self, sight: Sight, dtype: torch.dtype) -> Tensor:
         """Return the additive mask (rows, 1, n, slots) of a layer with this sight."""
-        blank = torch.zeros(*self.own.shape, self.end, dtype=dtype, device=self.own.device)
-        if self.allowed is None:
-            return blank.unsqueeze(1)
         own, others, seen = self.own[:, :, None], self.others[:, None], self.allowed
         if sight.window:
             seen = seen & ((others > own - sight.window) | (others < sight.sinks))
         if sight.chunk:
             seen = seen & (others // sight.chunk == own // sight.chunk)
+        blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def causal_mask(slots: Tensor, past: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask (rows, 1, n, end) of chains at slots (rows, n) behind texts of `past` tokens each."""
+    rows, new = slots.shape
+    return torch.full((rows, 1, new, end), torch.finfo(dtype).min, dtype=dtype, device=slots.device).triu_(past + 1)
 
 
 def mask_kinds(config: Any) -> dict[str, Sight]:

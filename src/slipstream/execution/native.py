@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.cache.stores import Stores
@@ -44,8 +45,9 @@ class Native:
     ) -> PassResult | None:
         if self.fault or not stores:
             return None
-        tokens, positions, slots = (part.contiguous() for part in (work.tokens, work.positions, work.slots))
-        work = replace(work, tokens=tokens, positions=positions, slots=slots)
+        if not all(map(Tensor.is_contiguous, own := (work.tokens, work.positions, work.slots))):
+            tokens, positions, slots = map(Tensor.contiguous, own)
+            work = Pass(tokens, positions, slots, work.masks, work.cross)
         inputs = tensors_of_pass(work, stores)
         if places not in self._recordings:
             try:

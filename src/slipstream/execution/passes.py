@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from slipstream.cache.stores import Stores, store_format
+from slipstream.cache.stores import Store, Stores, store_format
 from slipstream.execution.graphs import equate
 from slipstream.execution.names import with_cache
 from slipstream.kernels.quantization import Precision
@@ -193,7 +193,7 @@ def forward_showing(
     return [out.logits, *(out.hidden_states[place] for place in places)]
 
 
-def sizes_of_stores(stores: Stores, slots: str) -> list[tuple[Tensor, dict[int, str]]]:
+def sizes_of_stores(stores: Iterable[Store], slots: str) -> list[tuple[Tensor, dict[int, str]]]:
     return [(tensor, {0: "rows", 2: slots}) for store in stores for tensor in store]
 
 

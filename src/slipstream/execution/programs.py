@@ -13,10 +13,12 @@ from itertools import groupby
 from typing import Any
 from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slipstream.cache.stores import Stores
 from slipstream.execution.instructions import CODE, HANDLERS, number_words
 from slipstream.execution.recording import (
     ABSENT,
@@ -31,7 +33,6 @@ from slipstream.execution.recording import (
     Unrecordable,
     is_array,
     record,
-    tensors_in,
 )
 from slipstream.execution.sizes import Size
 from slipstream.kernels.cpu import kernel_missing
@@ -47,6 +48,21 @@ def recorded(function: Callable[..., Any], inputs: tuple[Any, ...], sizes: Sizes
 MOST_KEPT = 32 << 20  # bytes of memory that a program keeps between runs: a prefill of many texts needs more
 LINE = 64  # bytes of the cache; pieces of memory begin with one
 LINEAR, QUANTIZED = CODE["linear"], CODE["quantized_linear"]
+
+
+def _take(things: Iterable[Any], given: tuple[list[Any], ...]) -> None:
+    """Append the tensors of nested tuples, lists and dictionaries to a list, with their shapes and addresses."""
+    for each in things:
+        if isinstance(each, Tensor):
+            if not each.is_contiguous():
+                raise ValueError("an input is not contiguous")
+            for known, fact in zip(given, (each, each.shape, each.data_ptr()), strict=True):
+                known.append(fact)
+        elif isinstance(each, Stores):
+            for known, facts in zip(given, each.laid, strict=True):
+                known += facts  # type: ignore[arg-type]
+        elif isinstance(each, tuple | list | dict):
+            _take(each.values() if isinstance(each, dict) else each, given)
 
 
 class Program:
@@ -74,8 +90,9 @@ class Program:
 
     def __call__(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         """Run the function -> its outputs. Raises ValueError for inputs of other sizes than those recorded."""
-        tensors = tensors_in(inputs, [])
-        symbols = self._symbols(tensors)
+        tensors, shapes, addresses = given = list[Tensor](), list[torch.Size](), list[int]()
+        _take(inputs, given)
+        symbols = self._symbols(shapes)
         products = [1]  # of every set of sizes, by the bits of the set
         for symbol in symbols:
             products += [symbol * product for product in products]
@@ -87,25 +104,24 @@ class Program:
         for number, mask in self._slots:
             starts.append(end)
             end += -(-number * products[mask] // LINE) * LINE
-        if len(self._arena) < end + LINE:
+        if self._arena.numel() < end + LINE:
             self._arena = torch.empty(end + end // 4 + LINE, dtype=torch.uint8)
         base = -self._arena.data_ptr() % LINE
-        places = [tensor.data_ptr() for tensor in (*tensors, *outputs)]
-        numbers = torch.tensor([*symbols, self._arena.data_ptr() + base, *places])
+        addresses += [tensor.data_ptr() for tensor in outputs]
+        numbers = torch.from_numpy(np.array([*symbols, self._arena.data_ptr() + base, *addresses]))
         for part in self._parts:
             if isinstance(part, OperatorCall):
                 self._call(part, products, tensors, outputs, [base + start for start in starts])
             else:
                 torch.ops.slipstream.run_program(numbers, self._program, part.start, part.stop)
-        if len(self._arena) > MOST_KEPT:
+        if self._arena.numel() > MOST_KEPT:
             self._arena = self._arena[:0].clone()
         return outputs
 
-    def _symbols(self, tensors: Sequence[Tensor]) -> list[int]:
-        if len(tensors) != len(self._recording.inputs):
-            raise ValueError(f"{len(tensors)} inputs do not fit the program, which has {len(self._recording.inputs)}")
+    def _symbols(self, shapes: Sequence[torch.Size]) -> list[int]:
+        if len(shapes) != len(self._recording.inputs):
+            raise ValueError(f"{len(shapes)} inputs do not fit the program, which has {len(self._recording.inputs)}")
         found: list[int] = [-1] * len(self._recording.names)
-        shapes = [tensor.shape for tensor in tensors]
         for sizes, alike in self._alike:  # the stores of all layers have the same sizes
             shape, everyone = shapes[alike[0]], [shapes[place] for place in alike]
             for size, (number, mask) in zip(shape, sizes, strict=True):
@@ -115,8 +131,6 @@ class Program:
                     raise ValueError(f"an input of shape {tuple(shape)} does not fit the program")
             if everyone.count(shape) < len(alike):
                 raise ValueError(f"inputs of the shapes {[*map(tuple, everyone)]} do not fit the program together")
-        if not all(map(Tensor.is_contiguous, tensors)):
-            raise ValueError("an input is not contiguous")
         return [*found, *(found[place] + more for place, more in self._recording.sums)]
 
     def _call(

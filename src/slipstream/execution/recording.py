@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slipstream.cache.stores import Stores
 from slipstream.execution.sizes import Size, growth_of, product_of
 
 Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]
@@ -301,7 +302,7 @@ def record(
 
         def small(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                return leaf
+                return tree_map(small, [*leaf]) if isinstance(leaf, Stores) else leaf
             dims = varying.get(id(leaf), {})
             shape = [taken[names.index(dims[dim])] if dim in dims else size for dim, size in enumerate(leaf.shape)]
             tensors.append(torch.zeros(shape, dtype=leaf.dtype))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.draft import Tree
-from slipstream.execution.masks import PassMasks
+from slipstream.execution.masks import PassMasks, causal_mask
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross, Execution, Pass, PassResult
 from slipstream.models.facts import ModelFacts
@@ -28,23 +28,22 @@ class PassBuilder:
 
     def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
         """Return the pass of tokens (rows, n) that go to slots (rows, n), after the rows' texts or within a tree."""
-        texts, context = self._memory.texts, self._facts.context
-        if tree is not None:
-            pass_masks = PassMasks.tree(slots, texts.end, tree)
-        elif slots.shape[1] == 1 and texts.last_sees_all and not self._looks_at_distance:
-            pass_masks = PassMasks.everything(slots, texts.end)  # a drafting step: nothing to compare
+        texts, facts, positions, back = self._memory.texts, self._facts, slots, None
+        context, end = facts.context, texts.end
+        if tree is None and texts.alike and not self._looks_at_distance:  # what there mostly is: a single text
+            masks = dict.fromkeys(facts.kinds, causal_mask(slots, texts.past, end, facts.dtype))
         else:
-            pass_masks = PassMasks.chain(slots, texts.end)
-        masks = {kind: pass_masks.mask(sight, self._facts.dtype) for kind, sight in self._facts.kinds.items()}
-        positions = pass_masks.own
-        if context and texts.end > context:  # padding may stand beyond the last learned position
+            pass_masks = PassMasks.chain(slots, end) if tree is None else PassMasks.tree(slots, end, tree)
+            masks = {kind: pass_masks.mask(sight, facts.dtype) for kind, sight in facts.kinds.items()}
+            positions, back = pass_masks.own, pass_masks.back if facts.relative else None
+        if context and end > context:  # padding may stand beyond the last learned position
             positions = positions.clamp(max=context - 1)
         if any(shifts := self._memory.shifts[texts.part]):  # images may take fewer positions than tokens
             shifts += [0] * (len(positions) - len(shifts))  # rows that only fill a shape
             positions = positions + torch.tensor(shifts, device=positions.device)[:, None]
         cross: Cross | None = None
         if (sources := self._memory.sources) is not None:
-            cross = sources.cross(texts.part, pass_masks.back if self._facts.relative else None)
+            cross = sources.cross(texts.part, back)
         return Pass(tokens, positions, slots, masks, cross)
 
 
@@ -70,12 +69,13 @@ class PassRunner:
         """Run a pass by the execution, and store its hidden states; None if it has to run eagerly."""
         if not self.execution or (self._memory.texts.part.start and work.tokens.device.type == "cuda"):
             return None
-        places = tuple(sorted({place for states in self.recorded for place in states.places}))
+        recorded = [*self.recorded] if len(self.recorded) else ()  # mostly none, which a weak set is slow to say
+        places = tuple(sorted({place for states in recorded for place in states.places}))
         result = self.execution.run(
             work, self._memory.texts.taking_part, places, self._watching if places else None, logits
         )
         if result is not None:
-            for states in self.recorded:
+            for states in recorded:
                 states.store(result.states)
         return result
 
