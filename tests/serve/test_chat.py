@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
     ),
-    "message that says nothing": ({"messages": [{"role": "user"}]}, "messages"),
+    "message that says nothing": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "tool that is not there": (
         {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
         "tool_choice",

@@ -107,7 +107,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "valid string; or: Input should be a valid list.",
     ),
     ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "give a text, or parts."),
-    ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content", "give a text, or parts."),
     (content({"type": "text", "text": 5}), f"{PART}.text", "valid string."),
     (content({"type": "text"}), f"{PART}.text", "Field required."),
     (content({"type": "text", "text": "x", "txt": 1}), f"{PART}.txt", "did you mean text?"),

@@ -141,12 +141,10 @@ ALIASES |= {"min-tokens": "min-new-tokens", "stop-token-id": "stop-token-ids"}
 """The names of options in other engines, and ours for them."""
 
 
-def _normalize(name: str) -> str:
-    name = name.replace("_", "-")
-    return ALIASES.get(name, name)
-
-
-SETTINGS: Any = {"token_normalize_func": _normalize, "help_option_names": ["-h", "--help"]}
+SETTINGS: Any = {
+    "token_normalize_func": lambda name: ALIASES.get(name := name.replace("_", "-"), name),
+    "help_option_names": ["-h", "--help"],
+}
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, context_settings=SETTINGS)
 
 

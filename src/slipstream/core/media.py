@@ -67,10 +67,6 @@ class Media:
         return tuple(self.digest)
 
 
-def same_media(left: Media | None, right: Media | None) -> bool:
-    return (left and left.digest) == (right and right.digest)
-
-
 @runtime_checkable
 class ReadsMedia(Protocol):
     """A Scorer whose model may read images or sounds."""

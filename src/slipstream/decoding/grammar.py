@@ -278,11 +278,6 @@ WHITE = {"whitespace_pattern": " ?"}
 """At most one space: otherwise an uncertain model could write nothing but white space up to its limit."""
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the JSON texts that match a schema, as a part of a grammar in Lark."""
-    return f"%json {json_text({**schema, 'x-guidance': WHITE})}"
-
-
 def _depth(value: Any, most: int) -> int:
     level, depth = [value], 0
     while level and depth <= most:

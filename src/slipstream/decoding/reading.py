@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.cache.prefixes import Recalling
 from slipstream.core.law import token_logprobs, wide
-from slipstream.core.media import ReadsMedia, same_media
+from slipstream.core.media import ReadsMedia
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
@@ -33,9 +33,9 @@ class PromptReading:
         ours, its = self.rows[0].request, row.request
         if self.rows[0].tokens != row.tokens or ours.cache_salt != its.cache_salt:
             return False
-        if ours.prompt_logprobs != its.prompt_logprobs:
+        if ours.prompt_logprobs != its.prompt_logprobs or not same_source(ours.source, its.source):
             return False
-        return same_source(ours.source, its.source) and same_media(ours.media, its.media)
+        return (ours.media and ours.media.digest) == (its.media and its.media.digest)
 
     @property
     def has_media(self) -> bool:

@@ -33,7 +33,6 @@ from slipstream.engine.generation import Completion, Generation, Piece
 from slipstream.engine.job import Job
 from slipstream.engine.options import Options, check_callback, check_scoring, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
-from slipstream.engine.target import without_programs
 from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.transcription import Transcriber
 from slipstream.models.media.processor import MediaProcessor
@@ -81,7 +80,8 @@ class Engine:
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence for each choice made while loading, as how a draft drafts, and for each model without programs."""
-        return (*self._notes, *without_programs(self.decoder.scorers))
+        faults = (getattr(getattr(each, "execution", None), "fault", None) for each in self.decoder.scorers)
+        return (*self._notes, *(f"{fault}." for fault in faults if fault))
 
     def generate(
         self,

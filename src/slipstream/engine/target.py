@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import warnings
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +79,6 @@ def as_they_are(scorer: Any, mode: Mode) -> list[str]:
     if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
         return []
     return [f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}."]
-
-
-def without_programs(scorers: Iterable[Any]) -> Iterator[str]:
-    for scorer in scorers:
-        if fault := getattr(getattr(scorer, "execution", None), "fault", None):
-            yield f"{fault}."
 
 
 def follow() -> bool:

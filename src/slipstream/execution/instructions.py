@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.execution.recording import (
-    TYPES,
-    Array,
-    Handler,
-    Instruction,
-    Operand,
-    Recorder,
-    Unrecordable,
-)
+from slipstream.execution.recording import TYPES, Array, Handler, Instruction, Operand, Recorder, Unrecordable
 
 HANDLERS: dict[str, Handler] = {}  # what emits the instructions of an operator, by the operator's name
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels.attention import attend_by_kernel, layers_attend_by_kernel
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear, quantized_rows
-from slipstream.kernels.panels import PANEL, fits_panels, from_panels, into_panels, panel_bytes
+from slipstream.kernels.panels import PANEL, fits_panels, into_panels, panel_bytes
 from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
 from slipstream.kernels.stored_codes import StoredLinear
@@ -80,7 +80,7 @@ class PanelLinear(PackedLinear):
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
 
     def plain_weight(self) -> Tensor:
-        return from_panels(self.weight, self.out_features)
+        return self.weight.transpose(1, 2).flatten(2).flatten(0, 1)[: self.out_features]
 
 
 class BlockedLinear(PackedLinear):

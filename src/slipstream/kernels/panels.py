@@ -26,8 +26,3 @@ def into_panels(weight: Tensor) -> Tensor:
     step = STEP[weight.dtype]
     full = torch.nn.functional.pad(weight, (0, 0, 0, -features % PANEL))
     return full.view(-1, PANEL, inputs // step, step).permute(0, 2, 1, 3).contiguous()
-
-
-def from_panels(panels: Tensor, features: int) -> Tensor:
-    """Return the weight (features, inputs) that `into_panels` has packed."""
-    return panels.transpose(1, 2).flatten(2).flatten(0, 1)[:features]

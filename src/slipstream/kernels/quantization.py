@@ -19,10 +19,7 @@ from slipstream.kernels.panels import PANEL
 QUAD = 4  # inputs that one instruction multiplies; quantized.cpp has the same number
 GROUPS = (16, 32, 64, 128, 256)  # the possible numbers of inputs of a feature that share a scale
 GROUP = {8: 64, 4: 32}  # the default numbers of inputs that share a scale, by bits
-NEAREST, GPTQ = ROUNDINGS = (
-    "nearest",
-    "gptq",
-)  # the ways of choosing codes; `kept_codes` has the second
+NEAREST, GPTQ = ROUNDINGS = ("nearest", "gptq")  # the ways of choosing codes; `kept_codes` has the second
 
 
 class QuantizedPanels(NamedTuple):

@@ -29,8 +29,5 @@ def draw(report: PlanReport, file: str) -> None:
     curve.axhline(1, color="grey", linewidth=0.8)
     curve.set(xlabel="tokens per row in one pass", ylabel="T(n) / T(1)", title="cost of verification")
     speed.legend()
-    try:
-        with atomic_write(file) as part:
-            figure.savefig(part, format=Path(file).suffix[1:] or None)
-    except ValueError as error:
-        raise ValueError(f"--plot {file}: {str(error).splitlines()[0]}") from error
+    with atomic_write(file) as part:
+        figure.savefig(part, format=Path(file).suffix[1:].lower())

@@ -248,8 +248,10 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise FieldError("content", "only a message of the assistant may be without: give a text, or parts.")
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise FieldError(
+                "content", "only messages of the assistant and of tools may be without: give a text, or parts."
+            )
         return self
 
 

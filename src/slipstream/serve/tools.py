@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.protocols import HasModel
-from slipstream.decoding.grammar import ANSWER, Grammars, json_rule
+from slipstream.decoding.grammar import ANSWER, WHITE, Grammars
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.readers import ByFamily, Reader, many_calls, one_call, verbatim
 from slipstream.serve.regions import CALLS, KINDS
@@ -67,7 +67,7 @@ class CallGrammar:
             schema = {**schema, "additionalProperties": False}
         if field.transform_each:
             schema = {"type": "array", "items": schema, "minItems": 1}
-        return f"{begin} {SPACE} {json_rule(schema)} {SPACE} {end}"
+        return f"{begin} {SPACE} %json {json_text({**schema, 'x-guidance': WHITE})} {SPACE} {end}"
 
     def _mark(self, field: Any, side: str, name: str = "") -> str | None:
         """Return a mark of a region, with the name of a function; "" for none, None for one that is not understood."""

@@ -241,7 +241,9 @@ def load_gguf(
     weights.read(keep_codes=not reading.dequantize)
     if weights.missing() or weights.unknown:
         return None
-    wanted = _dtype(file) if dtype == "auto" else compute_dtype(config, dtype)
+    formats = {tensor.format for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    own = torch.bfloat16 if formats == {30} else torch.float32  # which holds the file's numbers
+    wanted = compute_dtype(config, own if dtype == "auto" else dtype)
     model, about = assembled(type(skeleton), config, weights.tensors, weights.stored, wanted, reading, options)
     model.config.name_or_path = str(path)
     model.generation_config = generation_config_of(file)
@@ -260,9 +262,3 @@ def _notes(name: str, weights: GgufWeights, reading: Reading) -> list[str]:
         formats, why = ", ".join(sorted(weights.dequantized)), "" if reading.dequantize else " have no kernel, and"
         notes.append(f"weights of {name} in {formats}{why} were dequantized.")
     return notes
-
-
-def _dtype(file: GgufFile) -> torch.dtype:
-    """Return the dtype that holds a file's numbers: bfloat16 if it has no others beside single precision."""
-    formats = {tensor.format for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return torch.bfloat16 if formats == {30} else torch.float32

@@ -18,11 +18,7 @@ from slipstream.models.loading.pairings import EMBEDDED
 
 
 def build(
-    draft: str,
-    dtype: Any = "auto",
-    device: str | None = None,
-    compile: bool = False,
-    tokenizer: str | None = None,
+    draft: str, dtype: Any = "auto", device: str | None = None, compile: bool = False, tokenizer: str | None = None
 ) -> tuple[Drafter, VocabularySketch]:
     """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens; `tokenizer` is a name.
 
