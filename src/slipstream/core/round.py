@@ -144,9 +144,6 @@ class Context:
         return replace(self, rows=tuple(self.rows[place] for place in places), rng=self.rng.select(places))
 
     def draw(self, law: Law, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
-        if law.point:  # of one token there is nothing to draw
-            assert law.tokens is not None
-            return law.tokens
         return self.rng(law, self.key(purpose, start, node))
 
     def key(self, purpose: str, start: int | Sequence[int] = 0, node: int | None = None) -> Key:
