@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -183,7 +184,8 @@ class ServerState:
         except (ValueError, TypeError) as error:
             message = str(error).replace(self.engine.decoder.target.name, self.model)
             if isinstance(error, OptionError):
-                raise BadRequest(message, FIELDS.get(error.option, error.option)) from None
+                said = re.sub(r"\b\w+(?==)", lambda name: FIELDS.get(name[0], name[0]), message)
+                raise BadRequest(said, FIELDS.get(error.option, error.option)) from None
             raise (ContextExceeded if isinstance(error, PromptTooLong) else BadRequest)(message, field) from None
 
 
