@@ -126,9 +126,10 @@ def table(of: str, runs: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of tests passed by level, compiler and contract."""
     names = [name for name in CONTRACTS if name in runs[0]["counts"]]
     lines = [f"| {' | '.join(('level', 'compiler', *names))} |", f"|{'---|' * (2 + len(names))}"]
+    found: dict[tuple[str, ...], list[str]] = {}  # compilers by level and cells
     for run in runs:
-        cells = [cell(run["counts"][name]) for name in names]
-        lines.append(f"| {' | '.join((run['level'], run['compiler'], *cells))} |")
+        found.setdefault((run["level"], *(cell(run["counts"][name]) for name in names)), []).append(run["compiler"])
+    lines += [f"| {' | '.join((level, ', '.join(by), *cells))} |" for (level, *cells), by in found.items()]
     return "\n".join([*lines, "", f"*Tests passed on {of}: `python benchmarks/levels.py`.*", ""])
 
 
