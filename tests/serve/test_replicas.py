@@ -162,12 +162,12 @@ def test_a_killed_replica_ends_its_streams_and_its_queue_goes_elsewhere(replicas
         with replicas.http() as http:
             ends[number] = str(answer(http, f"# {number}", max_tokens=40).status_code)
 
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
-    for _ in range(4):
+    for _ in range(8):
         assert began.acquire(timeout=120)
-    queued = [threading.Thread(target=whole, args=(number,)) for number in range(4, 10)]
+    queued = [threading.Thread(target=whole, args=(number,)) for number in range(8, 14)]
     for thread in queued:
         thread.start()
     time.sleep(0.2)
@@ -175,11 +175,11 @@ def test_a_killed_replica_ends_its_streams_and_its_queue_goes_elsewhere(replicas
     for thread in [*threads, *queued]:
         thread.join(300)
         assert not thread.is_alive(), "nothing hangs"
-    streams = [ends[number] for number in range(4)]
+    streams = [ends[number] for number in range(8)]
     lost = [end for end in streams if "error" in end]
     assert lost and all("is gone: ask again" in end for end in lost)
     assert all(end == "data: [DONE]" for end in streams if end not in lost)
-    assert [ends[number] for number in range(4, 10)] == ["200"] * 6, "what waited was answered elsewhere"
+    assert [ends[number] for number in range(8, 14)] == ["200"] * 6, "what waited was answered elsewhere"
     wait_for_two(replicas)
 
 
