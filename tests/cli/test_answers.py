@@ -64,7 +64,15 @@ def test_an_interruption_waits_for_the_end_of_a_line() -> None:
 
 
 @pytest.mark.usefixtures("failing")
-@pytest.mark.parametrize("mode", [[], ["--stream"], ["--explain"], ["--json"]])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        [],
+        pytest.param(["--stream"], marks=pytest.mark.slow),
+        pytest.param(["--explain"], marks=pytest.mark.slow),
+        ["--json"],
+    ],
+)
 def test_a_prompt_that_fails_takes_no_other_with_it(mode: list[str]) -> None:
     result = run("generate", "x =", "class A", "import", "--max-new-tokens", "6", *mode)
     assert result.exit_code == 2 and result.stderr.count("ValueError: stuck") == 1

@@ -186,11 +186,11 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
 
-    def interrupt(self, text: str) -> None:
+    def interrupt(self, text: str, patience: float) -> None:
         """Press Ctrl-C until a text has come: readline sleeps through one that comes while it goes to sleep."""
         while text not in self.seen:
             os.kill(self.process.pid, signal.SIGINT)
-            end = time.monotonic() + 10  # a second one in an answer would end the program
+            end = time.monotonic() + patience
             while text not in self.seen and time.monotonic() < end:
                 self.read(1)
         self.until(text)
@@ -208,10 +208,10 @@ def terminal() -> Iterator[Terminal]:
 
 def test_ctrl_c_and_ctrl_d_on_a_terminal(terminal: Terminal) -> None:
     terminal.until("> ")
-    terminal.interrupt("> ")  # at the prompt: nothing but a new one
+    terminal.interrupt("> ", 0.5)  # at the prompt: nothing but a new one
     terminal.type("import os\n")
     terminal.until("import sys")  # it is being answered, and would be for long
-    terminal.interrupt("\n> ")
+    terminal.interrupt("\n> ", 10)  # a second one in an answer would end the program
     assert terminal.process.is_running
     terminal.type("/stats\n")
     terminal.until("target calls")

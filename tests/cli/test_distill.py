@@ -52,6 +52,12 @@ def test_a_draft_is_made_and_used(place: Path) -> None:
     assert "step 0/2: T=0 alpha" in result.stderr and "step 2/2: T=0 alpha" in result.stderr
     used = run("generate", "def add", "--target", str(place / "target"), "--draft", str(out), "--max-new-tokens", "4")
     assert used.exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_draft_is_improved(place: Path) -> None:
+    out = place / "first"
+    assert distill(place, "--out", str(out), "--layers", "1", "--width", "16").exit_code == 0
     better = distill(place, "--out", str(place / "better"), "--draft", str(out))
     assert better.exit_code == 0 and "use: slipstream generate" in better.stdout
     assert "improved from" in (place / "better" / "README.md").read_text()

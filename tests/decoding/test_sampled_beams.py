@@ -130,8 +130,8 @@ def test_control_another_law_is_seen() -> None:
 # ---- beside transformers --------------------------------------------------------------------------------------------
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.7},
-    "cuts": {"temperature": 1.3, "top_k": 6, "top_p": 0.9},
+    "temperature": {"temperature": 1.4},
+    "cuts": {"temperature": 2.2, "top_k": 6, "top_p": 0.95},
 }
 
 
@@ -144,7 +144,7 @@ def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int,
     torch.manual_seed(1)
     ids = torch.tensor([prompt] * count)
     out = GenerationMixin.generate(
-        embedded("target"),
+        embedded("draft"),
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         num_beams=beams.num_beams,
@@ -160,7 +160,7 @@ def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int,
 def samples(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape: Any) -> Counter[Text]:
     ends = frozenset({0})
     request = Request(tuple(prompt), Sampling(eos=ends, **shape).for_beams(), limit, frozenset(), beams=beams)
-    decoder = Decoder(CausalScorer(embedded("target")), batch_size=100)
+    decoder = Decoder(CausalScorer(embedded("draft")), batch_size=100)
     searches = beam_search(decoder, [replace(request, seed=seed) for seed in range(count)])
     return Counter(search.hypotheses()[0].tokens for search in searches)
 

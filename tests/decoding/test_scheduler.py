@@ -187,13 +187,13 @@ def test_a_real_model_serves_requests_at_random_times() -> None:
     times = random.Random(3)
     requests = [
         request([times.randrange(101) for _ in range(times.randint(1, 40))], times.randint(1, 16), sampler, **how)
-        for sampler, how in [(GREEDY, {}), (SAMPLE, {"rule": COUPLED}), (SAMPLE, {}), (GREEDY, {"gamma": 0})] * 8
+        for sampler, how in [(GREEDY, {}), (SAMPLE, {"rule": COUPLED}), (SAMPLE, {}), (GREEDY, {"gamma": 0})] * 4
     ]
     requests = [replace(each, key=number, seed=number) for number, each in enumerate(requests)]
     with Scheduler(make(), prefill_chunk=8) as scheduler:
         rows = coming(scheduler, requests, lambda: times.choice([0, 1, 2]))
     same = [row for row in rows if row.request.sampler.greedy or row.request.rule is COUPLED]
-    assert len(same) == 24
+    assert len(same) == 12
     assert [row.output for row in same] == alone(make, [row.request for row in same])
 
 

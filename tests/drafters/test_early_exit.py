@@ -87,7 +87,9 @@ def test_the_first_layers_share_the_cache_and_leave_the_target_as_it_is(family: 
         torch.testing.assert_close(target_logits[row], want, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("layers", [1, 3, (0, 3), (1, 2), (2,)])
+@pytest.mark.parametrize(
+    "layers", [1, (0, 3), *(pytest.param(layers, marks=pytest.mark.slow) for layers in (3, (1, 2), (2,)))]
+)
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3", "gemma3", "gpt2"])
 def test_greedy_texts_are_the_target_s(family: str, layers: Any) -> None:
     target = CausalScorer(deep(family))

@@ -229,8 +229,12 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "draft",
     [
         "embedded?draft_vocab={}",
-        "lookup|int4?draft_vocab=64:{}",
-        *rare("int4?draft_vocab={}", "int8?draft_vocab={}", "lookup>int8?draft_vocab=64:{}"),
+        *rare(
+            "lookup|int4?draft_vocab=64:{}",
+            "int4?draft_vocab={}",
+            "int8?draft_vocab={}",
+            "lookup>int8?draft_vocab=64:{}",
+        ),
     ],
 )
 def test_drafts_are_cut_as_they_are_named(draft: str, counts: Path) -> None:

@@ -141,7 +141,7 @@ def test_what_cannot_be_quantized_is_refused_in_a_sentence() -> None:
         drafter("int4?group=7", BuildContext(target))
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("quantize", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_a_quantized_target_is_the_target(quantize: str) -> None:
     """Plain and speculative texts of the quantized weights are equal; those of the weights as they were may differ."""
     prompts = ["def add(a, b):", "import os", "class A:"]

@@ -49,8 +49,8 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "dflash": lambda target: DFlashDrafter(target, block_draft(target.model), "dflash"),
 }
 FAST = {
-    *((name, rule.name) for name in ("first layer", "skipped layer", "int4") for rule in (TOKEN, BLOCK)),
-    *((name, "block") for name in ("int4, two tokens", "heads", "eagle3, two tokens", "dflash")),
+    ("first layer", "token"),
+    *((name, "block") for name in MADE if name != "window" and name != "heads on states"),
 }
 no_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 
@@ -97,7 +97,7 @@ def test_the_law_is_the_target_s(name: str, rule: Rule) -> None:
     assert law_error(decoder(name, 3, (2,) if by_states else (2, 0, 1), rule), 4 if "heads" in name else 3) < FLOAT
 
 
-@kinds("first layer", "int4", "heads", "eagle3, two tokens")
+@kinds("first layer", "eagle3, two tokens")
 def test_control_a_law_that_was_not_sampled_from_is_caught(name: str) -> None:
     assert law_error(decoder(name, 3, (2,), TOKEN, flat)) > WRONG
 

@@ -56,7 +56,9 @@ def test_a_draft_changes_no_bit(kind: str) -> None:
     assert differences(slipstream.load(batch_size=ROWS, **KINDS[kind]), 16, 8) == 0
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "cache in int8", "cache in int8, bfloat16"])
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", "cache in int8", pytest.param("cache in int8, bfloat16", marks=pytest.mark.slow)]
+)
 def test_trees_and_forks_change_no_bit(kind: str) -> None:
     """Accepted tokens of a tree move together, and answers to one prompt begin as copies of its row."""
     engine = slipstream.load(batch_size=ROWS, tree=(3, 2, 1), **KINDS[kind])
@@ -88,7 +90,7 @@ def test_a_scale_for_all_tokens_of_a_pass_is_noticed(monkeypatch: pytest.MonkeyP
         return Int8Store(codes[0], scales[0], codes[1], scales[1])
 
     monkeypatch.setattr(Int8Store, "of", staticmethod(careless))
-    assert differences(slipstream.load(batch_size=ROWS, **KINDS["cache in int8"]), 16, 12)
+    assert differences(slipstream.load(batch_size=ROWS, **KINDS["cache in int8"]), 8, 8)
 
 
 def test_other_sums_for_many_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,4 +106,4 @@ def test_other_sums_for_many_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         ]
 
     monkeypatch.setattr(Program, "__call__", careless)
-    assert differences(slipstream.load(batch_size=ROWS, dtype="float32"), 16, 12)
+    assert differences(slipstream.load(batch_size=ROWS, dtype="float32"), 8, 8)

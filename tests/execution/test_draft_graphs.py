@@ -161,7 +161,7 @@ def test_a_draft_that_cannot_be_recorded_gives_way_with_one_warning(monkeypatch:
     ]
 
 
-@pytest.mark.parametrize("gamma", ["auto", 3])
+@pytest.mark.parametrize("gamma", [pytest.param("auto", marks=pytest.mark.slow), 3])
 def test_warming_up_makes_every_graph_that_texts_need(gamma: str | int) -> None:
     """Whatever stands and whatever a controller chooses: alone and in a batch, greedy and sampled, one or two fed."""
     engine = slipstream.load(gamma=gamma)

@@ -38,7 +38,7 @@ def run(one: Trainer, stop: int | None = None) -> Tensor:
     return torch.cat([weight.detach().flatten() for weight in one.model.parameters()])
 
 
-@pytest.mark.parametrize("stop", [1, 5, 11])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(11, marks=pytest.mark.slow)])
 def test_an_interruption_changes_no_weight(tmp_path: Path, stop: int) -> None:
     whole = run(trainer(tmp_path / "whole"))
     with pytest.raises(KeyboardInterrupt):

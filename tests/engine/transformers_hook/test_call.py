@@ -34,7 +34,7 @@ from slipstream.execution.names import CACHE, state_in, with_cache
 from toys import FAMILIES, HF_VOCAB, rare, tiny
 from toys.hooked import BATCH, PAD, padded, pair, tokenizer
 
-SETTINGS: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 
 def hook(family: str = "llama", gamma: int = 4) -> CustomGenerate:
@@ -131,7 +131,7 @@ def embedded(family: str, ids: Tensor = BATCH) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
 def test_embeddings(family: str) -> None:
     expected, ours = both(family, **embedded(family), **SETTINGS)
-    assert torch.equal(expected, ours) and ours.shape == (4, 14)
+    assert torch.equal(expected, ours) and ours.shape == (4, 10)
     assert torch.equal(ours, pair(family)[0].generate(**padded(), **SETTINGS)[:, 5:])
 
 
@@ -202,7 +202,7 @@ def test_a_filled_cache_goes_on(family: str, kind: str, whole: bool) -> None:
     assert torch.equal(expected, ours)
     same_states(*caches, last=1 if "static" in kind else 64)
     fresh = pair(family)[0].generate(**padded(text), **SETTINGS)
-    assert torch.equal(fresh[:, 12:], ours[:, -14:])
+    assert torch.equal(fresh[:, 12:], ours[:, -10:])
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -278,7 +278,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "numbers": {"max_new_tokens": 1},
     "max_length": {"max_new_tokens": None, "max_length": 12},
-    "min_length": {"min_length": 14, "eos_token_id": ENDS},
+    "min_length": {"min_length": 10, "eos_token_id": ENDS},
     "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ENDS},
     "one end": {"eos_token_id": 77},
     "ends": {"eos_token_id": ENDS},
