@@ -28,7 +28,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,8 @@ def first_tokens(name: str, entries: Sequence[Entry], prompt: list[int], book: B
             key = {"model": name, "program": entry.label, "lap": lap}
             if entry.program == "OpenVINO" or book.has("first", **key):
                 continue
-            with Program.start(entry, args) as program:
+            # With the draft that it ends with and no other: each engine of ours loads its own target.
+            with Program.start(replace(entry, ways=entry.ways[-1:]), args) as program:
                 loading = program.load(args)
                 token, _ = program.ask(**asked(entry.ways[-1], [prompt], 1, 1, 0.0, 0))
                 book.add("first", key, imports=program.imports, loading=loading, token=token, **program.memory)
