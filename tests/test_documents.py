@@ -76,6 +76,13 @@ def test_the_readme_s_example_prints_what_it_says() -> None:
     assert printed.getvalue() == output
 
 
+def test_the_readme_counts_the_families_that_work() -> None:
+    found = (ROOT / "docs/families.md").read_text(encoding="utf-8")
+    counts = re.findall(r"(\d+) (?:causal|encoder-decoder) architectures: (\d+) works", found)
+    tried, work = (sum(map(int, column)) for column in zip(*counts, strict=True))
+    assert f"{work} of {tried} architectures work" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def law(text: str) -> list[str]:
     """The sentences of a page for users that call a distribution a law, as the code does."""
     return re.findall(r"[^.|\n]*\blaws?\b[^.|\n]*", prose(text))
