@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +36,9 @@ from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import ResponseMemory
 from slipstream.models.loading.load import load_model, load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.models.tables import TableScorer
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from toys.tables import TableScorer
 
 Turn = tuple[list[int], list[int]]  # token ids of the prompt and of the response
 SOURCES = ("own", "corpus", "memory", "corpus+memory", "own+corpus", "own+memory", "own+corpus+memory")

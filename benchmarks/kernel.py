@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
 from slipstream.kernels.packing import QuantizedLinear, Stretch, has_blocked
-from slipstream.kernels.panels import into_panels, panel_bytes
-from slipstream.kernels.quantization import Precision, quantize
+from slipstream.kernels.quantization import Precision, into_panels, panel_bytes, quantize
 
 # The matrices of a model as (output features, input features).
 TARGET = [(768, 768), (384, 768), (384, 768), (768, 768), (2304, 768), (2304, 768), (768, 2304)] * 12 + [(32000, 768)]

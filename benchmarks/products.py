@@ -30,8 +30,7 @@ from torch import Tensor
 from slipstream.kernels import library
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear
 from slipstream.kernels.packing import Stretch
-from slipstream.kernels.panels import into_panels
-from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
+from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, into_panels, quantize
 
 MATRICES = ("576x576", "1536x576", "576x1536", "49152x576", "2048x2048", "5632x2048", "2048x5632")
 """Features x inputs, of SmolLM2-135M and of a model of 1.1 B."""

@@ -77,7 +77,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "engine.transformers_hook.*",
         "execution.names",
         "execution.passes",
-        "execution.native",
+        "execution.backends",
         "execution.cuda_graphs",
         "execution.backends",
         "kernels.packing",
@@ -111,8 +111,8 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "soundfile": ("engine.sounds",),
     "gguf": ("models.loading.gguf", "models.loading.gguf_file"),
     "peft": ("models.loading.adapters",),
-    "huggingface_hub": ("models.loading.gguf_place",),
-    "PIL": ("engine.pictures", "serve.pictures"),
+    "huggingface_hub": ("models.loading.gguf_file",),
+    "PIL": ("engine.media", "serve.pictures"),
 }
 
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, multiprocessing
 
-from slipstream.engine.freed_memory import keep_freed_memory
+from slipstream.core.garbage import keep_freed_memory
 
 Result = TypeVar("Result")
 

@@ -14,8 +14,8 @@ from reproduction.standins import models as standins
 from reproduction.standins.corpora import Pairs, crossed
 from reproduction.standins.models import DRAFTS, DROPOUT, GROWN_INNER, TARGET, Size
 from reproduction.standins.training import Example, Exercise, Plan, train, with_laws
+from slipstream.core.garbage import keep_freed_memory
 from slipstream.core.round import Round
-from slipstream.engine.freed_memory import keep_freed_memory
 from slipstream.engine.load import load
 from slipstream.files import atomic_write
 from slipstream.text.jsontext import json_text

@@ -25,8 +25,8 @@ from slipstream.core.request import Request
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
-from slipstream.models.tables import TableScorer
 from toys import dirichlet_table
+from toys.tables import TableScorer
 
 HERE = Path(__file__).parents[1]
 

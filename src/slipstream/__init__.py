@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from slipstream.engine.async_engine import AsyncEngine
     from slipstream.engine.engine import Engine, Interrupted
     from slipstream.engine.generation import Completion, Piece
-    from slipstream.engine.load import load
-    from slipstream.engine.target import follow
+    from slipstream.engine.load import follow, load
     from slipstream.engine.transformers_hook.custom_generate import custom_generate
 
 
@@ -29,7 +28,7 @@ def __getattr__(name: str) -> Any:
         "Interrupted": "engine.engine",
         "Piece": "engine.generation",
         "custom_generate": "engine.transformers_hook.custom_generate",
-        "follow": "engine.target",
+        "follow": "engine.load",
         "load": "engine.load",
     }
     with uncollected():

@@ -28,10 +28,10 @@ from slipstream.core.request import Prefixes, Request, Row
 from slipstream.core.round import Context, Round
 from slipstream.decoding import acceptance, verification
 from slipstream.decoding import speculate as decoding
-from slipstream.decoding.captured_verification import CapturedVerification
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule, lenient
+from slipstream.decoding.verification import CapturedVerification
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Choice
 from slipstream.drafters.frequent_tokens import TokenCounts
@@ -40,13 +40,13 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
-from slipstream.execution import capturing
+from slipstream.execution import graphs
 from slipstream.execution.draft_graphs import DraftGraphs
 from slipstream.execution.graphs import GRAPHS
 from slipstream.models.causal import CausalScorer
-from slipstream.models.tables import Table, TableScorer
 from toys import FAMILIES, HF_VOCAB, PAIRS, VOCAB, dirichlet_table, scorer, tiny
 from toys.kernels import needs_kernel
+from toys.tables import Table, TableScorer
 
 PROMPTS = [(0, 2), (1,), (2, 2, 1, 0)]
 FEW = {"samples": 256, "max_new_tokens": 24}
@@ -420,7 +420,7 @@ def test_verification_by_graphs_is_certified_if_it_is_replayed(
 ) -> None:
     made, before = engine(), GRAPHS.captured
     made.decoder = replace(made.decoder, verification=CapturedVerification())
-    monkeypatch.setattr(capturing, "record", repeat if replayed else lambda function, pool: (function(), lambda: None))
+    monkeypatch.setattr(graphs, "record", repeat if replayed else lambda function, pool: (function(), lambda: None))
     report = run(made, verify=rule, **LEAST)
     if replayed:
         assert not failed(report) and GRAPHS.captured > before

@@ -48,7 +48,7 @@ from slipstream.cli import batch
 from slipstream.cli.app import app
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.remote import messages
-from slipstream.engine import load as loading, plan_file, target
+from slipstream.engine import load as loading, plan_file
 from slipstream.engine.options import read_options
 from slipstream.serve import options, schema
 from slipstream.serve.batch import run
@@ -90,7 +90,7 @@ def loaded(call):
     def see(*_, **options):
         raise Seen(options)
 
-    target.load_scorer = see
+    loading.load_scorer = see
     try:
         call()
     except Seen as seen:

@@ -13,8 +13,8 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.tables import TableScorer
 from toys import Clock, dirichlet_table, request, scorer
+from toys.tables import TableScorer
 
 
 @pytest.fixture

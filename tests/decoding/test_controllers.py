@@ -21,8 +21,7 @@ from slipstream.core.draws import Rng
 from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Row
 from slipstream.core.round import Round
-from slipstream.decoding.adaptive import Adaptive, Chances, Learned, RoundKind, Time
-from slipstream.decoding.controllers import Fixed, Planned, controller
+from slipstream.decoding.controllers import Adaptive, Chances, Fixed, Learned, Planned, RoundKind, Time, controller
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule

@@ -33,10 +33,9 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.tables import Table
 from toys.drafts import Altered, first_tokens, flat
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
-from toys.tables import PAIRS, VOCAB, Step, plain_law, scorer
+from toys.tables import PAIRS, VOCAB, Step, Table, plain_law, scorer
 from toys.texts import SAMPLE, Cycle, rare, request
 
 PROMPT = (0, 2)

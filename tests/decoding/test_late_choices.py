@@ -18,8 +18,8 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import TOKEN
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.tables import TableScorer
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
+from toys.tables import TableScorer
 from toys.texts import request
 
 

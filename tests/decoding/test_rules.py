@@ -14,7 +14,7 @@ from slipstream.core.draft import Draft, Verdict, Verifier, ancestors
 from slipstream.core.draws import Key, Rng, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Scorer
-from slipstream.decoding import acceptance, multipath, rules
+from slipstream.decoding import acceptance, rules
 from slipstream.decoding import tree_acceptance as trees
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
@@ -178,7 +178,7 @@ def first_path_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Ve
     """Several paths whose best one is verified as if it had been the only one: with q in place of q*."""
     if draft.law is None:
         return GBV(p, draft, draw)
-    best = multipath.greatest_path(p, draft)[0]
+    best = trees.greatest_path(p, draft)[0]
     along = torch.nn.functional.pad(best + 1, (1, 0))
     laws = (
         Law(probs=p.dense[torch.arange(p.rows)[:, None], along]),
@@ -210,7 +210,7 @@ def ties_by_draw(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
     ratio = torch.where(q > 0, (p.dense[:, 0] / q).clamp(max=1), 1.0)
     first = ratio.gather(1, draft.tokens).argmax(-1, keepdim=True)
     root = torch.zeros(p.rows, 1, dtype=torch.float64)
-    star = multipath.Order.of(ratio * q, q).greatest(root, draft.tokens.shape[1])
+    star = trees.Order.of(ratio * q, q).greatest(root, draft.tokens.shape[1])
     along = torch.cat([torch.zeros_like(first), first + 1], 1)
     chain = Draft(draft.tokens.gather(1, first), Law(probs=star.unsqueeze(1)), (1,) * p.rows)
     laws = Law(probs=p.dense[torch.arange(p.rows)[:, None], along])

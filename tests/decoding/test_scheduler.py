@@ -27,10 +27,9 @@ from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
-from slipstream.models.tables import TableScorer
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
 from toys.families import FAMILIES, tiny
-from toys.tables import PAIRS, dirichlet_table, plain_law, scorer
+from toys.tables import PAIRS, TableScorer, dirichlet_table, plain_law, scorer
 from toys.texts import GREEDY, SAMPLE, request
 
 TARGET, DRAFT = PAIRS["generic"]

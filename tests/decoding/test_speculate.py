@@ -24,10 +24,9 @@ from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.causal import CausalScorer
-from slipstream.models.tables import TableScorer
 from toys.drafts import Altered, same_texts
 from toys.families import FAMILIES, HF_VOCAB, tiny
-from toys.tables import PAIRS, dirichlet_table, scorer
+from toys.tables import PAIRS, TableScorer, dirichlet_table, scorer
 from toys.texts import GREEDY, SAMPLE, Cycle, request
 
 V = 20

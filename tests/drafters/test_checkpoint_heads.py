@@ -26,11 +26,11 @@ from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
-from slipstream.execution import backends, capturing, cuda_graphs
+from slipstream.execution import backends, cuda_graphs, graphs
+from slipstream.execution.backends import Native
 from slipstream.execution.cuda_graphs import Captured
-from slipstream.execution.masks import PassMasks
 from slipstream.execution.names import with_cache
-from slipstream.execution.native import Native
+from slipstream.execution.passes import PassMasks
 from slipstream.models.causal import CausalScorer
 from slipstream.models.heads.eagle3 import load_eagle3
 from slipstream.models.heads.hidden_states import LAST
@@ -279,7 +279,7 @@ def test_texts_of_a_compiled_target_and_a_compiled_draft_are_those_of_eager_ones
 ) -> None:
     """Batches and a single text; the graphs that draft were really used, and read the states that graphs gave."""
     if execution is Captured:
-        monkeypatch.setattr(capturing, "record", repeat)
+        monkeypatch.setattr(graphs, "record", repeat)
         monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
         monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
     model = llama()

@@ -23,7 +23,7 @@ from slipstream.decoding.generate import generate, rounds
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.same_rows import exit_drafter
-from slipstream.execution.native import Native
+from slipstream.execution.backends import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import find_layers, kept_layers, part_of, read_layers, spell
 from slipstream.models.loading.load import load_model

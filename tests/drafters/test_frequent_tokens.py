@@ -27,15 +27,14 @@ from slipstream.drafters.specification import drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
-from slipstream.models.facts import vocabulary_of
+from slipstream.models.families import vocabulary_of
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.loading.twins import with_kept_tokens
-from slipstream.models.tables import TableScorer
 from terminal import run
 from toys.drafts import Altered, law_error, propose, text_law
 from toys.enumeration import WRONG, total_variation
 from toys.families import FAMILIES, HF_VOCAB, PROBED, SEQ2SEQ, tiny
-from toys.tables import dirichlet_table
+from toys.tables import TableScorer, dirichlet_table
 from toys.texts import GREEDY, SAMPLE, Cycle, ragged, rare, request, row
 
 needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")

@@ -25,7 +25,7 @@ from slipstream.drafters import specification as drafting
 from slipstream.drafters.heads import FILE, HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.kinds import BuildContext
 from slipstream.drafters.tree import TreeDrafter
-from slipstream.execution.native import Native
+from slipstream.execution.backends import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.training.heads import STATE, HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Progress

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.cache.stores import Int8Store
-from slipstream.execution.native import Native
+from slipstream.execution.backends import Native
 from slipstream.execution.programs import Program
 from slipstream.kernels.cpu import kernel_missing
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 import slipstream
 from slipstream.engine.engine import Engine
-from slipstream.engine.pictures import PIXELS, open_image
+from slipstream.engine.media import PIXELS, open_image
 from slipstream.engine.requests import Chat, read_prompts
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED

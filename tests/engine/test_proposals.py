@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import slipstream
-from slipstream.engine.target import self_draft_proposal
+from slipstream.engine.load import self_draft_proposal
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import quantized
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
-from slipstream.models.tables import TableScorer
 from toys import FAMILIES, dirichlet_table, tiny
+from toys.tables import TableScorer
 
 pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 

@@ -21,7 +21,7 @@ from slipstream.bench.records import QUICK
 from slipstream.check import check
 from slipstream.cli import app as cli
 from slipstream.drafters.same_rows import exit_drafter
-from slipstream.engine.tasks import Task, frame
+from slipstream.engine.load import Task, frame
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
 from slipstream.plan.planner import PlanSettings, make

@@ -11,7 +11,7 @@ import torch
 from scripted import LATE, ONE, THREE, Gammas, Unfused, agree, drafts, drive, grow_and_branch, repeat, run_before_others
 from slipstream import load
 from slipstream.decoding.sampling import Sampling
-from slipstream.execution import backends, capturing, cuda_graphs
+from slipstream.execution import backends, cuda_graphs, graphs
 from slipstream.execution.cuda_graphs import Captured, bucket
 from slipstream.execution.graphs import GRAPHS
 from slipstream.models.causal import CausalScorer
@@ -26,7 +26,7 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cuda_graphs, "Fused", Unfused)  # test_fused.py has those
     if request.param == "cpu":
-        monkeypatch.setattr(capturing, "record", repeat)
+        monkeypatch.setattr(graphs, "record", repeat)
         monkeypatch.setattr(backends, "CAPTURED", {"cpu"})
     elif not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -72,7 +72,7 @@ def test_a_graph_that_does_not_read_its_inputs_is_not_used(monkeypatch: pytest.M
     model = tiny(FAMILIES["llama"])
     fast = CausalScorer(model, execution=Captured(model, "toy"))
     monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
-    monkeypatch.setattr(capturing, "record", lambda function, pool: ([each + 1 for each in function()], lambda: None))
+    monkeypatch.setattr(graphs, "record", lambda function, pool: ([each + 1 for each in function()], lambda: None))
     with pytest.warns(RuntimeWarning, match="gives other logits") as caught:
         found = drive(fast, 2)
     assert len(caught) == 1
@@ -82,7 +82,7 @@ def test_a_graph_that_does_not_read_its_inputs_is_not_used(monkeypatch: pytest.M
 
 def test_control_a_graph_that_is_not_replayed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
-    monkeypatch.setattr(capturing, "record", lambda function, pool: (function(), lambda: None))
+    monkeypatch.setattr(graphs, "record", lambda function, pool: (function(), lambda: None))
     model = tiny(FAMILIES["llama"])
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy"))
     drive(fast, 1)
@@ -92,7 +92,7 @@ def test_control_a_graph_that_is_not_replayed_is_noticed(monkeypatch: pytest.Mon
 
 def test_a_model_that_cannot_be_captured_runs_eagerly_after_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "Fused", Unfused)
-    monkeypatch.setattr(capturing, "record", _broken)
+    monkeypatch.setattr(graphs, "record", _broken)
     model = tiny(FAMILIES["llama"])
     fast = CausalScorer(model, execution=Captured(model, "toy"))
     with pytest.warns(RuntimeWarning, match="no graphs here") as caught:
@@ -149,7 +149,7 @@ def test_logits_that_are_not_finite_are_noticed_a_round_later_and_harm_no_law(de
 def test_drafts_that_cannot_be_captured_go_token_by_token_after_one_warning(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "record", _broken)
+    monkeypatch.setattr(graphs, "record", _broken)
     model = tiny(FAMILIES["llama"]).to(device)
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([4])

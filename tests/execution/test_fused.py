@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scripted import LATE, ONE, THREE, Gammas, agree, drafts, drive, repeat
 from slipstream.decoding.sampling import Sampling
-from slipstream.execution import backends, capturing, graphs
+from slipstream.execution import backends, graphs
 from slipstream.execution.cuda_graphs import Captured
 from slipstream.execution.graphs import GRAPHS, Fused
 from slipstream.kernels.cpu import kernel_missing
@@ -48,7 +48,7 @@ def run(function: Fused, *lengths: int) -> Iterator[bool]:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device on which work is captured: a GPU, or a CPU by a recorder that repeats the work."""
     if request.param == "cpu":
-        monkeypatch.setattr(capturing, "record", repeat)
+        monkeypatch.setattr(graphs, "record", repeat)
         if kernel_missing() is None:  # torch compiles the kernels of a CPU only here, so nobody else needs their shapes
             for name, shape in SHAPES.items():
                 torch.library.register_fake(f"slipstream::{name}", shape, allow_override=True)

@@ -17,8 +17,8 @@ from scripted import ONE, drafts, drive
 from slipstream.engine.transformers_hook import cache as generate_cache
 from slipstream.engine.transformers_hook import call as generate_call
 from slipstream.engine.transformers_hook.custom_generate import custom_generate
+from slipstream.execution.backends import Native
 from slipstream.execution.names import CACHE, STATE_NAMES, state_in, with_cache
-from slipstream.execution.native import Native
 from slipstream.models.causal import CausalScorer
 from slipstream.models.recurrent.calls import CausalCalls
 from toys import FAMILIES, GREEDY, HF_VOCAB, rare, tiny

@@ -11,8 +11,8 @@ import torch
 from scripted import drive, grow_and_branch, run_before_others
 from slipstream import load
 from slipstream.execution import instructions
+from slipstream.execution.backends import Native
 from slipstream.execution.instructions import number_words
-from slipstream.execution.native import Native
 from slipstream.execution.passes import Mode, compare
 from slipstream.kernels.packing import PackedLinear, can_pack, packed, quantized
 from slipstream.kernels.quantization import Precision

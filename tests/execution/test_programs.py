@@ -12,8 +12,8 @@ from torch.nn.functional import gelu, layer_norm, silu
 
 from slipstream.cache.stores import Int8Store
 from slipstream.execution import recording
+from slipstream.execution.backends import Native
 from slipstream.execution.instructions import CODE
-from slipstream.execution.native import Native
 from slipstream.execution.passes import Mode
 from slipstream.execution.programs import Program, recorded
 from slipstream.execution.recording import TYPES, Array, Instruction, Unrecordable

@@ -18,7 +18,7 @@ from slipstream.kernels import cpu as kernel
 from slipstream.kernels import library, packing
 from slipstream.kernels.cpu import kernel_missing, panel_attention, panel_linear
 from slipstream.kernels.packing import BlockedLinear, PackedLinear, PanelLinear, can_pack, packed
-from slipstream.kernels.panels import fits_panels, into_panels
+from slipstream.kernels.quantization import fits_panels, into_panels
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, HF_VOCAB, tiny
 from toys.kernels import needs_kernel, noise

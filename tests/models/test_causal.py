@@ -21,9 +21,9 @@ from slipstream.core.draft import Tree
 from slipstream.core.protocols import Shape
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import plain
-from slipstream.execution.masks import Sight
+from slipstream.execution.passes import Sight
 from slipstream.models import causal as models
-from slipstream.models import facts
+from slipstream.models import families as facts
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import PROVEN, is_proven
 from slipstream.models.loading.load import find_tokenizer, load_model, load_tokenizer

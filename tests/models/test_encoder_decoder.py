@@ -26,8 +26,8 @@ from slipstream.drafters.datastore.drafter import Datastore
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
+from slipstream.execution.backends import Native
 from slipstream.execution.names import state_in, with_cache
-from slipstream.execution.native import Native
 from slipstream.kernels.packing import PackedLinear, can_pack, packed
 from slipstream.models import encoder_decoder as seq2seq
 from slipstream.models.causal import CausalScorer

@@ -43,7 +43,6 @@ from slipstream.kernels.packing import can_pack, packed
 from slipstream.measure import timing
 from slipstream.measure.timing import Beat
 from slipstream.models.causal import CausalScorer
-from slipstream.models.tables import TableScorer
 from slipstream.plan import measure, predict
 from slipstream.plan import planner as run
 from slipstream.plan.exports import export
@@ -54,6 +53,7 @@ from slipstream.plan.predict import AcceptanceCounts, PlanCosts, Survival, emitt
 from slipstream.theory import walltime_factor
 from terminal import run as terminal_run
 from toys import FAMILIES, HF_VOCAB, Clock, rare, tiny
+from toys.tables import TableScorer
 
 # ---- processes with a clock -------------------------------------------------------------------------------------
 

@@ -20,10 +20,9 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
-from slipstream.models.tables import Table
 from toys.enumeration import Distribution, Script, enumerate_outcomes, total_variation
 from toys.families import HF_VOCAB
-from toys.tables import VOCAB, plain_law, scorer
+from toys.tables import VOCAB, Table, plain_law, scorer
 from toys.texts import SAMPLE, Cycle, ragged, request
 
 

@@ -87,10 +87,12 @@ class Shelf:
 
     def store(self, text: Sequence[int], salt: str, states: Callable[[int, int], Tensor]) -> None:
         """Store a text's whole blocks; `states(start, stop)` is called for new ones, to copy their keys and values."""
-        size = self._cache.block
-        path = self._path(text, salt)
+        size, path = self._cache.block, self._path(text, salt)
+        if salt not in self._roots:  # a new one drops salts without blocks
+            self._roots = {name: root for name, root in self._roots.items() if root.following}
+            self._roots[salt] = _Block((), None)
         for start in range(len(path) * size, len(text) - size + 1, size):
-            parent = path[-1] if path else self._root(salt)
+            parent = path[-1] if path else self._roots[salt]
             block = _Block(tuple(text[start : start + size]), parent, states(start, start + size))
             if not self._cache.put(block, path):
                 break
@@ -105,13 +107,6 @@ class Shelf:
                 break
             path.append(block)
         return path
-
-    def _root(self, salt: str) -> _Block:
-        """Return the root of a salt's texts; making a new one drops salts without blocks."""
-        if salt not in self._roots:
-            self._roots = {name: root for name, root in self._roots.items() if root.following}
-            self._roots[salt] = _Block((), None)
-        return self._roots[salt]
 
 
 @runtime_checkable

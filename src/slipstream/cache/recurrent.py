@@ -97,9 +97,6 @@ class StateCache(Generic[State]):
             if newer and lacking and (shorter := self._shorten(newer[1], newer[0] - length)) is not None:
                 row.states = [(length, shorter)]
 
-    def scrub(self) -> None:
-        """Do nothing: the states of tokens that were rolled back are dropped already."""
-
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Do nothing for paths of consecutive tokens. Raises ValueError for any other path."""
         if any(list(path) != list(range(len(path))) for path in paths):

@@ -2,28 +2,83 @@
 
 New keys go to each row's own slots; rolling back moves a length and copies nothing. Slots beyond a row's length may
 hold leftovers of rejected tokens or padding: the mask (slot <= position) hides them from every query, and the next
-tokens overwrite them.
+tokens overwrite them. On CPUs only pages that were ever written take memory, so that rows may be unequally long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import chain
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.cache.pages import bytes_taken, clear, zeros
 from slipstream.cache.stores import FloatStore, Store, Stores, each_tensor
+
+LINUX = sys.platform == "linux"
+NO_RESERVE = 0x4000  # MAP_NORESERVE: what is never written need not be there
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros of a shape; on a CPU with Linux, pages take memory when they are first written."""
+    if not (size := prod(shape) * dtype.itemsize) or not in_pages(device):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    tensor = torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+    _advise(tensor.data_ptr(), size, mmap.MADV_NOHUGEPAGE)  # one holds several short rows; systems without them refuse
+    return tensor
+
+
+def in_pages(device: torch.device) -> bool:
+    return LINUX and device.type == "cpu"
+
+
+def clear(row: Tensor, start: int, stop: int) -> None:
+    """Zero the written slots start..stop of a row (heads, slots, width) of `zeros`; whole pages are given back."""
+    part = row[:, start:stop]
+    if not in_pages(part.device):
+        part.zero_()
+        return
+    for piece in part if start else (row,):  # all of it is one piece, and pages that were never written are not there
+        begin, end = piece.data_ptr(), piece.data_ptr() + piece.nbytes
+        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last or _advise(first, last - first, mmap.MADV_DONTNEED):
+            piece.zero_()
+        else:
+            ctypes.memset(begin, 0, first - begin)
+            ctypes.memset(last, 0, end - last)
+
+
+def bytes_taken(store: Tensor, rows: int, slots: int, lengths: Iterable[int]) -> int:
+    """Return the most bytes that a store (rows, heads, slots, width) like this one takes for rows of these lengths."""
+    heads, slot = store.shape[1], store.shape[3] * store.element_size()
+    if not in_pages(store.device):
+        return rows * heads * slots * slot
+    return sum(heads * (-(-length * slot // mmap.PAGESIZE) + 1) * mmap.PAGESIZE for length in lengths if length * slot)
+
+
+def _advise(address: int, size: int, advice: int) -> int:
+    """Tell the system how memory is used -> 0, unless it refuses."""
+    return int(_library().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
 
 FIRST_SLOTS = 128
 INDEXER = 1_000_000  # the first layer number under which keys of indexers are stored, above all numbers of layers
 
 
 class RowCache:
-    """A cache of keys and values of every layer in stores of one `format`, grown by doubling; see `pages` for what
-    unequal rows take.
+    """A cache of keys and values of every layer in stores of one `format`, grown by doubling.
 
     One forward pass is `place(count, first, stop)`, then `update(layer, keys, values)` by every layer, then `advance`.
     """
@@ -238,19 +293,18 @@ class RowCache:
     def _resize(self, rows: int = 0, slots: int = 0) -> None:
         """Reallocate if more rows or slots are needed, at the size that the present rows need: memory of a long text
         that has ended is freed then."""
-        if rows > self._capacity or slots > self._slots:
-            self._reshape(*self._shape_for(max(rows, len(self.lengths)), max([*self.lengths, slots - 1])))
-
-    @torch.inference_mode()
-    def _reshape(self, capacity: int, slots: int) -> None:
-        self._capacity, self._slots, self._views = capacity, slots, None
-        used = [min(dirty, slots) for dirty in self._dirty[:capacity]]
-        self._dirty = used + [0] * (capacity - len(used))
-        for layer, stores in self._layers.items():
-            self._layers[layer] = each_tensor(stores, self._allocate)
-            for new, old in zip(self._layers[layer], stores, strict=True):
-                for row, end in enumerate(used):
-                    new[row, :, :end] = old[row, :, :end]
+        if rows <= self._capacity and slots <= self._slots:
+            return
+        shape = self._shape_for(max(rows, len(self.lengths)), max([*self.lengths, slots - 1]))
+        (self._capacity, self._slots), self._views = shape, None
+        used = [min(dirty, self._slots) for dirty in self._dirty[: self._capacity]]
+        self._dirty = used + [0] * (self._capacity - len(used))
+        with torch.inference_mode():
+            for layer, stores in self._layers.items():
+                self._layers[layer] = each_tensor(stores, self._allocate)
+                for new, old in zip(self._layers[layer], stores, strict=True):
+                    for row, end in enumerate(used):
+                        new[row, :, :end] = old[row, :, :end]
 
 
 def _doubled(size: int, least: int) -> int:

@@ -73,7 +73,7 @@ def distill(context: typer.Context, target: Target = None) -> None:
 
     Example: slipstream distill Qwen/Qwen3-1.7B --data my-texts --out my-draft --size auto --compile
     """
-    from slipstream.engine.freed_memory import keep_freed_memory
+    from slipstream.core.garbage import keep_freed_memory
     from slipstream.training.distill import Distiller, DistillSettings
     from slipstream.training.material import divide
     from slipstream.training.saving import check_draft_folder, save_draft

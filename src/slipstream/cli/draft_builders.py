@@ -70,7 +70,7 @@ def datastore(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Bu
 
 
 def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    from slipstream.engine.freed_memory import keep_freed_memory
+    from slipstream.core.garbage import keep_freed_memory
     from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
 
     keep_freed_memory()

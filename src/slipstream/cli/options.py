@@ -28,7 +28,7 @@ def on_ranks(command: Callable[[], None]) -> None:
     Raises ValueError, which says how to start it, in a single process, and ConnectionError on all remaining ranks
     when one is lost.
     """
-    from slipstream.engine.target import follow
+    from slipstream.engine.load import follow
     from slipstream.execution.ranks import RankLost, join
 
     ranks = join()

@@ -1,12 +1,17 @@
-"""Images and sounds of a prompt: the arguments that a model's processor makes of them, and their placeholder tokens."""
+"""Images and sounds of a prompt: the files that hold them, and the model's arguments that are made of them."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import BinaryIO, Protocol, runtime_checkable
+from urllib.parse import unquote_to_bytes
 
 import torch
 from torch import Tensor
@@ -98,3 +103,34 @@ def check_media(scorer: object, media: Media | None, prompt: Sequence[int], wher
 def only(modalities: frozenset[Modality]) -> str:
     """Return what a model with these modalities reads, such as "text and images only", for messages."""
     return f"text and {named(modalities)} only" if modalities else "text only"
+
+
+def open_file(file: bytes | str | Path, where: str) -> BinaryIO:
+    """Open a file, its bytes, or a `data:` URL. Raises ValueError, in which `where` names it, for anything else."""
+    if isinstance(file, bytes):
+        return io.BytesIO(file)
+    if isinstance(file, str) and file.startswith("data:"):
+        return io.BytesIO(data_url(file, where))
+    if isinstance(file, str) and file.startswith(("http://", "https://")):
+        raise ValueError(f"{where} is a web address: load it, and pass the file or its bytes.")
+    try:
+        return Path(file).expanduser().open("rb")
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}: {file}.") from error
+
+
+def data_url(url: str, where: str) -> bytes:
+    """Return the content of a `data:` URL. Raises ValueError, in which `where` names it, for one that is damaged."""
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise ValueError(f"{where} is no data: URL, which has a comma before its content.")
+    content = unquote_to_bytes(body)
+    return base64_content(content, f"{where} is a data: URL whose content") if head.endswith(";base64") else content
+
+
+def base64_content(text: str | bytes, where: str) -> bytes:
+    """Decode base64. Raises ValueError, in which `where` names the text, for anything else."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{where} is no base64: {error}.") from None

@@ -1,21 +1,168 @@
-"""Beam search for many prompts: draft tries of prefixes, score them in one target call, and advance the searches."""
+"""Beam search for many prompts: draft tries of prefixes, score them in one target call, and advance the searches.
+
+The result is exact for any proposal, of a model's own beams or of a drafter that continues texts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from slipstream.core.law import Fault
-from slipstream.core.protocols import Scorer
-from slipstream.core.request import Request, Row
-from slipstream.core.round import Stopwatch
-from slipstream.decoding.beam_drafts import beam_drafts, refuse_states, score
-from slipstream.decoding.beam_search import BeamSearch
+from slipstream.core.beams import Candidates, Prefix
+from slipstream.core.draws import draw, gumbel_noise
+from slipstream.core.law import Fault, pad_vocabulary, wide
+from slipstream.core.protocols import Drafter, HasModel, Scorer, Traits
+from slipstream.core.request import Prefixes, Request, Row
+from slipstream.core.round import Context, Stopwatch
+from slipstream.decoding.beam_search import Beam, BeamSearch, best_beams, best_continuations
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.scheduler import MemoryLimit, check_requests
 from slipstream.decoding.tries import TrieCache
 from slipstream.kernels.threads import release_threads
+
+Proposal = list[Prefix]  # prefixes whose scores a search may need, parents first, without the live ones
+
+
+def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> ModelBeams | TextBeams:
+    """Return the proposer for a drafter, with `extra` beams beyond the target's, if tokens are all it needs."""
+    traits = Traits.of(drafter)
+    if traits.model is not None:
+        refuse_states(traits.model)
+        traits.release()
+        return ModelBeams(traits.model, target.scorer.vocab, extra, target if traits.on_target_rows else None)
+    if traits.by_text:
+        return TextBeams(drafter)
+    raise ValueError(
+        f"{type(drafter).__name__} cannot draft for beam search: use a model with the target's tokenizer, int4, int8, "
+        "exit:LAYERS, window:N, lookup or ngram:FILE, or leave the draft out (plain=True)."
+    )
+
+
+def refuse_states(scorer: Scorer) -> None:
+    if isinstance(scorer, HasModel) and not scorer.shares_rows:
+        raise ValueError(
+            f"{scorer.name} keeps a state, which follows one line of tokens: beam search needs a model that attends."
+        )
+
+
+class ModelBeams:
+    """Runs beam search with the draft's laws from the live beams on, and proposes the prefixes of its beams.
+
+    Where the target's law of a prefix is known, it is used instead of the draft's. This is the method of appendix A.4
+    of arXiv 2211.17192. `extra` beams are drafted beyond the target's. The prefixes lie in a `cache` of its own, with a
+    row for each search; with `shared`, the draft works on the target's rows.
+    """
+
+    def __init__(self, scorer: Scorer, vocab: int, extra: int, shared: TrieCache | None = None) -> None:
+        self._scorer, self._vocab, self._extra, self._shared = scorer, vocab, extra, shared
+        self.cache = TrieCache(scorer) if shared is None else None
+
+    def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
+        """Return prefixes that are up to `depths[r]` tokens longer than the live ones of search r, for every search."""
+        before = list(self._scorer.lengths)
+        cache = self._shared.shared_with(self._scorer) if self._shared else self.cache
+        assert cache is not None
+        beams, proposals = [list(search.live) for search in searches], [Proposal() for _ in searches]
+        limit = self._scorer.context  # no prefix may be longer
+        if limit is not None:
+            rooms = [max(0, limit - len(search.request.prompt) - search.depth) for search in searches]
+            depths = list(map(min, depths, rooms))
+        for level in range(max(depths, default=0)):
+            going = [level < depth for depth in depths]
+            # The draft scores the prefixes of its beams that have no law yet: these are guesses.
+            unknown = [
+                [beam.prefix for beam in some if _law(beam.prefix) is None] if goes else []
+                for some, goes in zip(beams, going, strict=True)
+            ]
+            new = [cache.lacking(place, wanted) for place, wanted in enumerate(unknown)]
+            if any(new):
+                keep = [self._candidates(search, beams=1) for search in searches]
+                for prefix, outcome in score(cache, searches, new, keep, self._vocab):
+                    prefix.guess = Candidates([], [], []) if isinstance(outcome, Fault) else outcome
+            for place, search in enumerate(searches):
+                if going[place]:
+                    beams[place] = self._grow(search, beams[place])
+                    proposals[place] += [beam.prefix for beam in beams[place]]
+        if self._shared is not None:
+            self._scorer.rollback(before)  # guesses stay stored in the prefixes; needed keys are computed again
+        return proposals
+
+    def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
+        ends = search.request.eos
+        continuations = best_continuations(beams, self._candidates(search, len(beams)), _law)
+        going = [Beam(prefix.child(token), score) for score, prefix, token in continuations if token not in ends]
+        return best_beams(going, search.settings.num_beams + self._extra)
+
+    def _candidates(self, search: BeamSearch, beams: int) -> int:
+        """Return how many continuations a step of the draft examines: as many as the target's where these are drawn."""
+        ends, settings = len(search.request.eos), search.settings
+        return settings.candidates(ends) if settings.do_sample else settings.num_beams + self._extra + ends * beams
+
+
+def _law(prefix: Prefix) -> Candidates | None:
+    return prefix.guess if prefix.best is None else prefix.best
+
+
+class TextBeams:
+    """Proposes, for every live beam, a chain that a drafter gives for its text; see `ModelBeams`."""
+
+    cache = None
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
+        lines = [(place, beam.prefix) for place, search in enumerate(searches) for beam in search.live]
+        rows = [row_of(searches[place], prefix) for place, prefix in lines]
+        draft = self._drafter.propose(Context(tuple(rows), draw), [depths[place] for place, _ in lines])
+        proposals = [Proposal() for _ in searches]
+        for (place, node), tokens, length in zip(lines, draft.tokens.tolist(), draft.lengths, strict=True):
+            for token in tokens[:length]:
+                if token in searches[place].request.eos:
+                    break
+                node = node.child(token)
+                proposals[place].append(node)
+        return proposals
+
+
+def row_of(search: BeamSearch, prefix: Prefix) -> Row:
+    return Row(search.request, search.index, [*search.request.prompt, *prefix.tokens])
+
+
+def score(
+    cache: TrieCache, searches: Sequence[BeamSearch], new: Sequence[Sequence[Prefix]], keep: Sequence[int], vocab: int
+) -> list[tuple[Prefix, Candidates | Fault]]:
+    """Feed prefixes in one call -> each with its first `keep[r]` continuations, or with the fault that prevented them.
+
+    Continuations are scored by log-softmax after the requests' logits processors; a beam's score is the sum of these,
+    as in transformers. Sampled searches rank them by scores with noise.
+    """
+    logits = pad_vocabulary(wide(cache.feed(new)), vocab).log_softmax(-1)
+    pairs = [(place, prefix) for place, some in enumerate(new) for prefix in some]
+    rows = [row_of(searches[place], prefix) for place, prefix in pairs]
+    nothing = torch.empty(len(rows), 0, dtype=torch.long, device=logits.device)
+    context = Context(tuple(rows), draw)
+    law, faults = context.law_and_faults(logits[:, None], Prefixes(nothing, [()]), cache.scorer.name)
+    assert law.scores is not None, "beams are greedy"
+    scores, counts = law.scores[:, 0], [keep[place] for place, _ in pairs]
+    ranks, tokens = _ranked(scores, rows).topk(min(max(counts), scores.shape[-1]))
+    best = zip(scores.gather(-1, tokens).tolist(), tokens.tolist(), ranks.tolist(), counts, strict=True)
+    candidates = [Candidates(some[:count], ids[:count], order[:count]) for some, ids, order, count in best]
+    return [(prefix, faults.get((i, 0)) or candidates[i]) for i, (_, prefix) in enumerate(pairs)]
+
+
+def _ranked(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    sampled = [place for place, row in enumerate(rows) if row.request.beams and row.request.beams.do_sample]
+    if not sampled:
+        return scores
+    ranks = scores.to(torch.float64, copy=True)
+    for place in sampled:
+        request, text = rows[place].request, tuple(rows[place].tokens)
+        ranks[place] += gumbel_noise(request.seed, request.key, text, scores.shape[-1]).to(scores.device)
+    return ranks
+
 
 EXTRA = 2  # the number of beams that a draft model keeps beyond the target's: u - w in appendix A.4 of arXiv 2211.17192
 

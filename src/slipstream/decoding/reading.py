@@ -107,7 +107,10 @@ class PromptReader:
         if not self.groups:
             return []
         watch = Stopwatch()
-        self._recall(first)
+        for place, group in enumerate(self.groups, first):
+            if not self.target.lengths[place] and group.text and not (group.has_media or group.is_scored):
+                known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
+                group.rows[0].stats.cached += 0 if group.rows[0].output else known
         pieces = self._pieces(first, self.target.lengths[first:])
         silent = [[] if group.is_scored else piece for group, piece in zip(self.groups, pieces, strict=True)]
         if any(silent):
@@ -118,12 +121,6 @@ class PromptReader:
         for group, piece in zip(self.groups, pieces, strict=True):
             group.rows[0].stats.spend("prefill", share * bool(piece))
         return self._release(first)
-
-    def _recall(self, first: int) -> None:
-        for place, group in enumerate(self.groups, first):
-            if not self.target.lengths[place] and group.text and not (group.has_media or group.is_scored):
-                known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
-                group.rows[0].stats.cached += 0 if group.rows[0].output else known
 
     def _score(self, pieces: Sequence[Sequence[int]], first: int) -> None:
         """Feed the pieces of the texts that are scored, each by itself, since every logit of it is needed."""

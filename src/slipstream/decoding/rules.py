@@ -9,7 +9,7 @@ from slipstream.core.draws import draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.request import Rule
 from slipstream.core.values import OptionError
-from slipstream.decoding import acceptance, multipath
+from slipstream.decoding import acceptance
 from slipstream.decoding import tree_acceptance as trees
 
 
@@ -28,7 +28,7 @@ class ByShape:
 
 
 TOKEN = Rule("token", ByShape(acceptance.token, trees.recursive, trees.recursive))
-BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal, multipath.gbv))
+BLOCK = Rule("block", ByShape(acceptance.block, trees.traversal, trees.gbv))
 MATCH = Rule("match", ByShape(acceptance.match, trees.match, trees.match))
 COUPLED = Rule("coupled", MATCH.verify, draw_coupled)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from slipstream.core.beams import Hypothesis
 from slipstream.core.stats import Stats
 from slipstream.core.values import OptionError
 from slipstream.decoding.beam import BeamDecoder, most_tokens, searches_of
 from slipstream.decoding.beam_search import BeamSearch
 from slipstream.decoding.scheduler import MemoryLimit
-from slipstream.engine.generation import Completion, Generation
-from slipstream.engine.job import Job
+from slipstream.engine.generation import Completion, Job
 
 
 class BeamTexts:
@@ -75,25 +73,16 @@ class BeamTexts:
     def _completions_of(self, search: BeamSearch) -> Iterator[tuple[int, Completion]]:
         """Yield the completions of a search with their indices; the first text has the search's statistics."""
         generation, hypotheses = self._job.generations[search.index], search.hypotheses()
+        prompt_tokens = search.request.prompt_tokens
         for rank, index in enumerate(self._texts_of(search.index)):
             stats = search.stats if not rank else Stats()
-            if rank < len(hypotheses):
-                yield index, _completion(generation, search, hypotheses[rank], stats)
-            else:
+            if rank >= len(hypotheses):
                 missing = f"there is no text number {rank + 1}: the settings allow {len(hypotheses)} only."
-                yield index, Completion(generation.echo, (), "error", stats, search.request.prompt_tokens, missing)
-
-
-def _completion(generation: Generation, search: BeamSearch, hypothesis: Hypothesis, stats: Stats) -> Completion:
-    """Return the completion of a hypothesis; with "length", a text shorter than requested filled the context."""
-    request, reason = search.request, hypothesis.finish_reason
-    return Completion(
-        generation.echo + generation.text_of(hypothesis.tokens),
-        hypothesis.tokens,
-        reason,
-        stats,
-        generation.request.prompt_tokens,
-        search.error,
-        context_full=reason == "length" and len(hypothesis.tokens) < request.max_new_tokens,
-        score=hypothesis.score,
-    )
+                yield index, Completion(generation.echo, (), "error", stats, prompt_tokens, missing)
+                continue
+            found = hypotheses[rank]
+            text, tokens, reason = generation.echo + generation.text_of(found.tokens), found.tokens, found.finish_reason
+            # A text that is shorter than requested has filled the context.
+            full = reason == "length" and len(tokens) < search.request.max_new_tokens
+            about = (stats, prompt_tokens, search.error, full)
+            yield index, Completion(text, tokens, reason, *about, score=found.score)

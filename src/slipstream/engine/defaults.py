@@ -73,7 +73,9 @@ class Defaults:
     def of(model: Any, tokenizer: Any, asked: Any) -> Defaults:
         """Read the generation config of a model ("auto"), none ("none"), another one, or that in a folder."""
         config = model.generation_config if asked == NONE else _config(model, asked)
-        eos = _eos(config, tokenizer)
+        named = (getattr(each, "eos_token_id", None) for each in (config, tokenizer))
+        ends = next((each for each in named if each is not None), ())
+        eos = frozenset([ends] if isinstance(ends, int) else ends)
         if asked == NONE:
             return Defaults(eos=eos)
         given = {
@@ -124,8 +126,12 @@ class Defaults:
         """The sentences for users: what applies to their calls, and what does not."""
         notes = list[str]()
         if applied := {**self.settings, **self.others}:
+            settings = ", ".join(
+                f"{name} ({len(value)})" if isinstance(value, list | tuple | dict) else f"{name}={value}"
+                for name, value in applied.items()
+            )
             notes.append(
-                f"the model's generation config sets {_listed(applied)}; what a call sets itself comes first, and "
+                f"the model's generation config sets {settings}; what a call sets itself comes first, and "
                 "generation_config='none' (--generation-config none) leaves all of it out."
             )
         if self.left:
@@ -180,19 +186,3 @@ class ConfiguredProcessors:
         """Return those that shape the law of sampled texts, of which each leaves at least so many tokens."""
         keep = {name: {} if name == "top_h" else {"min_tokens_to_keep": least} for name in CUTS}
         return [make(self.given[name], **keep[name]) for name, make in CUTS.items() if name in self.given]
-
-
-def _eos(config: GenerationConfig, tokenizer: Any) -> frozenset[int]:
-    eos = getattr(config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} ({len(value)})" if isinstance(value, list | tuple | dict) else f"{name}={value}"
-        for name, value in values.items()
-    )

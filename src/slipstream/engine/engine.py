@@ -29,11 +29,10 @@ from slipstream.drafters.lookup import MOST
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.defaults import Defaults
-from slipstream.engine.generation import Completion, Generation, Piece
-from slipstream.engine.job import Job
+from slipstream.engine.generation import Completion, Generation, Job, Piece
+from slipstream.engine.media import TextLimit
 from slipstream.engine.options import Options, check_callback, check_scoring, read_options, sampling
 from slipstream.engine.requests import Encoder, Prompt, read_prompt, read_prompts
-from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.transcription import Transcriber
 from slipstream.models.media.processor import MediaProcessor
 from slipstream.text.spelling import Spelling

@@ -1,9 +1,10 @@
-"""`Generation`, one text that is being written, and its results: a `Piece` per token and a `Completion` at the end."""
+"""`Job`, a call that is ready to run, its `Generation`s, and what these give: `Piece`s, then a `Completion`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +14,9 @@ from slipstream.core.law import Law, TokenLogprobs, token_logprobs
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.stats import Stats
+from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.scheduler import Scheduler
+from slipstream.engine.options import Options
 from slipstream.text.detokenize import Decode, EmittedText
 
 
@@ -141,18 +145,14 @@ class Generation:
         reason, logprobs = row.finish_reason or "interrupted", None if self.top is None else tuple(self._logprobs)
         scored = None if self.request.prompt_logprobs is None else tuple(row.prompt_logprobs)
         about = (row.stats, length, row.error, row.context_full, logprobs)
-        text, stop = self.echo + self._text, self._transcript.stop
-        return Completion(text, tuple(row.output), reason, *about, prompt_logprobs=scored, stop=stop)
-
-    @property
-    def _text(self) -> str:
         if not self.stops:
             assert self.row is not None
             left = [token for token in self.row.output if token not in self.request.eos][self._followed :]
             self._followed += len(left)
             self._transcript.extend(left)
         self._transcript.finish()
-        return self._transcript.text
+        text, stop = self.echo + self._transcript.text, self._transcript.stop
+        return Completion(text, tuple(row.output), reason, *about, prompt_logprobs=scored, stop=stop)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         transcript = self._new_transcript()
@@ -171,3 +171,33 @@ def _log_law(law: Law, place: int, positions: Sequence[int]) -> Tensor:
     certain = scores == math.inf  # a processor may force a token by an infinite score, for which softmax would give NaN
     forced = torch.where(certain, 0.0, -math.inf)
     return torch.where(certain.any(-1, keepdim=True), forced, scores).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call, ready to run: its decoder, its options, and the generations, those of a prompt side by side."""
+
+    decoder: Decoder
+    options: Options
+    generations: list[Generation]
+
+    def begin(self, scheduler: Scheduler) -> None:
+        for index, generation in enumerate(self.generations):
+            generation.row = scheduler.add(generation.request, index)
+
+    def stream(self) -> Iterator[tuple[int, Piece]]:
+        """Play rounds to the end -> each piece, with the index of its generation."""
+        with Scheduler(self.decoder) as scheduler:
+            self.begin(scheduler)
+            for round in scheduler.rounds():
+                for place, row in enumerate(round.rows):
+                    for piece in self.generations[row.index].follow(round, place):
+                        yield row.index, piece
+            for index, one in enumerate(self.generations):
+                if not one.request.max_new_tokens:  # its prompt was scored, without a round
+                    yield index, one.end()
+
+    def pieces(self) -> Iterator[Piece]:
+        with closing(self.stream()) as stream:  # type: ignore[type-var]
+            for _, piece in stream:
+                yield piece

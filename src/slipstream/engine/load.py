@@ -1,37 +1,199 @@
-"""`load` builds an engine from the target, draft, gamma, rule, plan and device that a user names."""
+"""`load` builds an engine from what a user names; `follow` works for one on another rank; `Task` is for translators."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.garbage import uncollected
 from slipstream.core.media import only
 from slipstream.core.model_options import MODEL_OPTIONS, ModelOptions, signature_of
-from slipstream.core.protocols import Controller
+from slipstream.core.protocols import Controller, HasModel, LiesOnRanks
+from slipstream.core.signals import ENDING, handling
 from slipstream.core.source import SourceFrame
-from slipstream.decoding.captured_verification import verification_on
 from slipstream.decoding.controllers import Fixed, Planned, controller
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.rules import BLOCK, rule
+from slipstream.decoding.verification import verification_on
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.specification import drafter, paths_shape, read_tree
 from slipstream.engine.defaults import AUTO, Defaults
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
-from slipstream.engine.target import as_they_are, self_draft_proposal, target_scorer
-from slipstream.engine.tasks import Task, frame
 from slipstream.execution.passes import Mode
+from slipstream.execution.ranks import join, place
+from slipstream.kernels.cpu import kernel_missing
+from slipstream.kernels.packing import layer_bytes, lowest_bits, quantizing_fault
+from slipstream.kernels.placement import is_sharded, why_in_parts
 from slipstream.kernels.quantization import Precision
 from slipstream.kernels.threads import release_threads, use_threads
+from slipstream.models.leading import FollowingRank, LeadingScorer, lead
 from slipstream.models.loading.adapters import merged
-from slipstream.models.loading.load import find_tokenizer
+from slipstream.models.loading.load import AnyScorer, find_tokenizer, load_scorer
 from slipstream.models.loading.origin import source_name
 from slipstream.models.loading.pairings import draft_of, located, pairing_of
-from slipstream.models.media.processor import MediaProcessor
-from slipstream.models.media.trial import try_media
+from slipstream.models.media.processor import MediaProcessor, try_media
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, for models that can do several.
+
+    `name` is one of the model's own (`task_specific_params` in its configuration, such as translation_en_to_de of
+    T5), which stands for a prefix. `prefix` is such a text itself ("summarize: "), put before every source that is
+    text. `src_lang` and `tgt_lang` are languages as the tokenizer writes them (eng_Latn, de_DE, de).
+    """
+
+    name: str | None = None
+    prefix: str | None = None
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+
+    @staticmethod
+    def parse(text: str | None) -> Task:
+        """Read a task as users write it: languages with a >, a prefix with a colon or a space, or a name."""
+        if text is None:
+            return Task()
+        if ">" in text:
+            src, _, tgt = text.partition(">")
+            return Task(src_lang=src.strip() or None, tgt_lang=tgt.strip() or None)
+        return Task(prefix=text) if ":" in text or " " in text else Task(text)
+
+
+def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
+    settings = model.generation_config
+    start = _first(settings, model.config, "decoder_start_token_id", "bos_token_id")
+    if start is None:
+        raise ValueError(f"{type(model).__name__} does not say how its decoder begins: set decoder_start_token_id.")
+    if task.src_lang is not None:
+        _language(tokenizer, task.src_lang)
+        tokenizer.src_lang = task.src_lang
+    forced = _first(settings, model.config, "forced_bos_token_id")
+    if task.tgt_lang is not None:
+        forced = _language(tokenizer, task.tgt_lang)
+    begin = (int(start), *([] if forced is None else [int(forced)]))
+    return SourceFrame(_prefix(model.config, task), begin)
+
+
+def _first(settings: Any, config: Any, *names: str) -> Any:
+    values = (getattr(place, name, None) for name in names for place in (settings, config))
+    return next((value for value in values if value is not None), None)
+
+
+def _prefix(config: Any, task: Task) -> str:
+    if task.name is None:
+        return task.prefix or ""
+    if task.prefix is not None:
+        raise ValueError(f"task {task.name!r} has a prefix of its own: leave one of them out.")
+    known = getattr(config, "task_specific_params", None) or {}
+    if task.name not in known:
+        choice = f"it knows {', '.join(known)}" if known else "it knows none by name"
+        raise ValueError(
+            f"the model does not know the task {task.name!r}: {choice}. A text before each source has a colon in it."
+        )
+    return known[task.name].get("prefix") or ""
+
+
+def _language(tokenizer: Any, name: str) -> int:
+    token = None
+    if hasattr(tokenizer, "src_lang"):
+        try:
+            own = getattr(tokenizer, "get_lang_id", None)
+            token = own(name) if own else tokenizer.convert_tokens_to_ids(name)
+        except KeyError:
+            token = None
+    if token is None or token == tokenizer.unk_token_id:
+        raise ValueError(f"the tokenizer does not know the language {name!r}; its documentation lists how to write it.")
+    return int(token)
+
+
+WORTHWHILE = 1 << 26
+"""The size of linear layers, in bytes, above which reading fewer bits saves time: smaller ones fit processor caches."""
+
+
+def self_draft_proposal(scorer: Any, least: int = WORTHWHILE) -> list[str]:
+    """Return a sentence that proposes the target's own weights in 4 bits as its draft, in a list.
+
+    The list is empty where that is not possible, and where the linear layers take fewer than `least` bytes or have
+    4 bits already.
+    """
+    if not isinstance(scorer, HasModel) or isinstance(scorer, LiesOnRanks) or quantizing_fault(scorer.model):
+        return []
+    if lowest_bits(scorer.model) == 4 or layer_bytes(scorer.model) < least:
+        return []
+    return [
+        f"{scorer.name} decodes without a draft; draft='int4' (--draft int4) drafts with its own weights in 4 bits and "
+        "leaves its texts exact, and `slipstream plan` measures whether that is faster here."
+    ]
+
+
+OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
+"""Options of transformers that divide a model too; they are refused, because the other ranks would not take part."""
+
+
+def target_scorer(how: ModelOptions, mode: Mode) -> AnyScorer | LeadingScorer:
+    """Load a target -> its Scorer; with a plan for tensor parallelism, on all ranks. Raises ValueError."""
+    source = how.target
+    if refused := [name for name in OTHERWISE if name in how.from_pretrained]:
+        raise ValueError(f"{refused[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
+    if how.tp_plan is None:
+        if is_sharded(source):  # the other ranks have to load it together with this one
+            raise ValueError(
+                f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
+            )
+        return load_scorer(source, how.dtype, how.device, mode, **how.for_target())
+    if not isinstance(how.target, str | Path):
+        raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
+    if how.tp_plan != "auto" and not isinstance(how.tp_plan, dict):
+        raise ValueError(
+            f"tp_plan={how.tp_plan!r} is not possible: give 'auto', or a dictionary of transformers' rules."
+        )
+    for name in how.given():
+        if reason := MODEL_OPTIONS[name].one_piece:
+            raise ValueError(f"{name} cannot be used with tp_plan, for {reason}: leave one of them out.")
+    ranks = join()
+    if not ranks.leads:
+        raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
+    scorer = lead(ranks, source, how.dtype, how.tp_plan, **how.for_target())
+    if mode.compiled:
+        warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
+    return scorer
+
+
+def as_they_are(scorer: Any, mode: Mode) -> list[str]:
+    """List a sentence for the user if the weights stay unpacked as the model is in parts."""
+    why = why_in_parts(scorer.model)
+    if not why or mode.packed is False or scorer.device.type != "cpu" or kernel_missing():
+        return []
+    return [f"{source_name(scorer.name)} runs with its weights as they are, not packed for this processor: {why}."]
+
+
+def follow() -> bool:
+    """Work for rank 0 until it ends -> True; on rank 0, and where torchrun did not start several, return False at once.
+
+    Every rank but the first holds a part of each target that rank 0 loads with `tp_plan`, and repeats its calls.
+    Raises ConnectionError, with the reason, if a rank is lost.
+
+    >>> if slipstream.follow(): sys.exit()  # doctest: +SKIP
+    """
+    if place()[1] < 2:
+        return False
+    ranks = join()
+    if ranks.leads:
+        return False
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # rank 0 logs the same messages
+    try:
+        with handling(signal.SIG_IGN, *ENDING):  # rank 0 gets them too, finishes, and ends the other ranks
+            FollowingRank(ranks).run()
+    finally:
+        ranks.close()
+    return True
+
 
 GAMMA = 5  # the default number of tokens drafted per round
 
@@ -54,7 +216,7 @@ def load(
     its weights, `kv_dtype` ("int8") of its keys and values, `encoder_dtype` of an encoder alone. To keep the law,
     quantize the draft: draft="int4" for the target's own weights, draft="NAME?quantize=int8" for those of a draft.
 
-    `task` of an encoder-decoder may be a `tasks.Task` too. A multimodal model reads images or sounds if its `processor`
+    `task` of an encoder-decoder may be a `Task` too. A multimodal model reads images or sounds if its `processor`
     is stored with it or given; its draft reads the text without them. `compile` captures passes as graphs on a GPU
     before `load` returns, and calls `progress` with a line for each; on a CPU it packs the weights of models that are
     passed in, as those of models loaded by name always are. `dtype` and `device` apply to both models: to place them

@@ -1,15 +1,82 @@
-"""Reads images and sounds that users pass with a text, or as parts of the messages of a chat."""
+"""Reads images and sounds that users pass with a text or in a chat; `TextLimit` refuses what cannot fit a model."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from slipstream.core.media import Modality
-from slipstream.engine.data_urls import base64_content
-from slipstream.engine.pictures import open_image
+import numpy as np
+from torch import Tensor
+
+from slipstream.core.media import Modality, base64_content, open_file
+from slipstream.core.values import PromptTooLong
 from slipstream.engine.sounds import read_sound
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+PIXELS = 1 << 26
+"""The greatest number of pixels of an image that is opened, because small files can hold very large images."""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""The file formats that are opened; Pillow's decoders of other formats are left out because they are rarely used."""
+
+
+def open_image(image: Any, where: str = "an image") -> Image:
+    """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
+
+    Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels.
+    """
+    _needed()
+    from PIL import Image as pillow
+
+    if isinstance(image, pillow.Image):
+        return image.convert("RGB")
+    if isinstance(image, np.ndarray | Tensor):
+        array = np.asarray(image)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+            about = f"{where} is an array of shape {array.shape} and {array.dtype}"
+            raise ValueError(f"{about}: pass one of (height, width, 3) and uint8.")
+        return pillow.fromarray(array)
+    if not isinstance(image, bytes | str | Path):
+        kind = type(image).__name__
+        raise ValueError(f"{where} is of type {kind}: pass an image of Pillow, a file, a data: URL or an array.")
+    with open_file(image, where) as file:
+        return decode(file.read(), where)
+
+
+def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
+    """Decode the bytes of an image file of at most so many pixels -> an RGB image."""
+    _needed()
+    from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
+
+    try:
+        image = pillow.open(io.BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"{where} is none that can be opened: take one of {', '.join(FORMATS)}.") from None
+    except Exception as error:  # Pillow raises errors of any type for damaged files
+        raise ValueError(f"{where} is damaged: {error}.") from error
+    if image.width * image.height > pixels:
+        raise ValueError(
+            f"{where} has {image.width} x {image.height} pixels, and at most {pixels} are taken: scale it down."
+        )
+    try:
+        return image.convert("RGB")
+    except Exception as error:
+        raise ValueError(f"{where} is damaged: {error}.") from error
+
+
+def _needed() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise ValueError("images need Pillow: pip install 'slipstream[vision]'.") from None
+
 
 PART_TYPES = {
     **dict.fromkeys(("image", "image_url", "input_image"), Modality.IMAGE),
@@ -94,3 +161,37 @@ def in_parts(message: Mapping[str, Any], rate: int) -> dict[str, Any]:
         for part in content or ()
     ]
     return {**message, "content": parts} if parts else dict(message)
+
+
+@dataclass(frozen=True)
+class TextLimit:
+    """The limit of a text's characters for a model that holds `tokens` tokens, each of `longest` characters at most.
+
+    Tokenizing takes time and memory for every character; so a text that cannot fit is refused before.
+    """
+
+    tokens: int
+    longest: int
+
+    @staticmethod
+    def of(tokenizer: Any, tokens: int | None) -> TextLimit | None:
+        if not tokens or not hasattr(tokenizer, "get_vocab"):
+            return None
+        return TextLimit(tokens, max(map(len, tokenizer.get_vocab()), default=1))
+
+    def check(self, value: Any, where: str) -> None:
+        """Raise ValueError if the texts in a value, but images and sounds, together have too many characters."""
+        count, left, most = 0, [value], self.tokens * self.longest
+        while left:
+            each = left.pop()
+            if isinstance(each, str):
+                count += len(each)
+            elif isinstance(each, Mapping) and not part_modality(each):
+                left += (part for name, part in each.items() if name not in FIELDS.values())
+            elif isinstance(each, list | tuple):
+                left += each
+        if count > most:
+            raise PromptTooLong(
+                f"{where} has {count} characters, but the model holds {self.tokens} tokens of at most {self.longest} "
+                f"characters each: shorten it to at most {most} characters."
+            )

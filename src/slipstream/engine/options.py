@@ -39,7 +39,11 @@ class Options(CallFields):
             only_scored = name == "max_new_tokens" and self.max_new_tokens == 0 and self.prompt_logprobs is not None
             if name != "seed" and not only_scored:
                 option.check(getattr(self, name))
-        self._check_seeds()
+        if is_whole(self.seed) or isinstance(self.seed, str) or not isinstance(self.seed, Iterable):
+            whole_number("seed", self.seed, 0)
+        else:
+            seeds = listed(self.seed, "seed", "it is one whole number, or one for each prompt")
+            object.__setattr__(self, "seed", tuple(whole_number("seed", seed, 0) for seed in seeds))
         stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
         for text in stops:
             if not isinstance(text, str) or not text:
@@ -47,10 +51,9 @@ class Options(CallFields):
                     "stop", f"stop holds {shown(text)}, but it is one text or several, none of them empty."
                 )
         object.__setattr__(self, "stop", tuple(stops))
-        ids = listed(self.stop_token_ids, "stop_token_ids", "it is a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(whole_number("stop_token_ids", token, 0) for token in ids))
-        begin = listed(self.decoder_prompt, "decoder_prompt", "it is a list of token ids")
-        object.__setattr__(self, "decoder_prompt", tuple(whole_number("decoder_prompt", token, 0) for token in begin))
+        for name in ("stop_token_ids", "decoder_prompt"):
+            ids = listed(getattr(self, name), name, "it is a list of token ids")
+            object.__setattr__(self, name, tuple(whole_number(name, token, 0) for token in ids))
         prediction = "" if self.prediction is None else self.prediction
         for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
             if not isinstance(value, str):
@@ -87,13 +90,6 @@ class Options(CallFields):
         for name, (is_set, why) in reasons.items():
             if is_set:
                 raise OptionError("num_beams", f"num_beams={self.num_beams} excludes {name}: {why}.")
-
-    def _check_seeds(self) -> None:
-        if is_whole(self.seed) or isinstance(self.seed, str) or not isinstance(self.seed, Iterable):
-            whole_number("seed", self.seed, 0)
-            return
-        seeds = listed(self.seed, "seed", "it is one whole number, or one for each prompt")
-        object.__setattr__(self, "seed", tuple(whole_number("seed", seed, 0) for seed in seeds))
 
     @property
     def stops(self) -> list[str]:

@@ -17,6 +17,7 @@ from slipstream.core.values import OptionError, is_whole
 from slipstream.engine.chat_template import WITHHELD, ChatTemplate, template_of
 from slipstream.engine.media import (
     FIELDS,
+    TextLimit,
     TextWithMedia,
     in_parts,
     media_in,
@@ -25,7 +26,6 @@ from slipstream.engine.media import (
     part_content,
     part_modality,
 )
-from slipstream.engine.text_limit import TextLimit
 from slipstream.models.media.processor import MediaProcessor
 from slipstream.text.detokenize import Decode
 from slipstream.text.spelling import Spelling
@@ -211,16 +211,12 @@ def _encoded(encoding: Message, where: str) -> list[Prompt]:
     masks = _matrix(mask, f"attention_mask of {where}")
     if list(map(len, masks)) != list(map(len, rows)):
         raise ValueError(f"{where} has an attention_mask of another shape than its input_ids.")
-    return [_unpadded(ids, seen, where) for ids, seen in zip(rows, masks, strict=True)]
-
-
-def _unpadded(ids: tuple[int, ...], mask: tuple[int, ...], where: str) -> tuple[int, ...]:
-    kept = [place for place, seen in enumerate(mask) if seen]
-    if kept != list(range(kept[0], kept[-1] + 1) if kept else ()):
+    kept = [[place for place, seen in enumerate(row) if seen] for row in masks]
+    if any(places != list(range(places[0], places[-1] + 1)) for places in kept if places):
         raise ValueError(
             f"{where} has an attention_mask with holes: only padding on the left or the right is possible."
         )
-    return tuple(ids[place] for place in kept)
+    return [tuple(ids[place] for place in places) for ids, places in zip(rows, kept, strict=True)]
 
 
 def _matrix(values: Any, where: str) -> list[tuple[int, ...]]:

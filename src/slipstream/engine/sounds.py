@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from torch import Tensor
 
-from slipstream.engine.data_urls import open_file
+from slipstream.core.media import open_file
 
 WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}  # the numpy dtype of WAV samples, by their width in bytes
 
@@ -42,7 +42,11 @@ class Sound:
         """Return the samples (n,) from one second to another, or to the end, `rate` per second."""
         margin = 0 if self.own == self.rate else MARGIN
         first, last = max(0, start - margin), min(self.count, (stop + margin) * self.own)
-        samples = _resampled(self.read(first * self.own, last), self.own, self.rate)
+        samples = self.read(first * self.own, last)
+        if self.own != self.rate:  # resampled by truncating or zero-padding the spectrum
+            count = max(1, round(len(samples) * self.rate / self.own))
+            spectrum = np.fft.rfft(samples)[: count // 2 + 1]
+            samples = (np.fft.irfft(spectrum, count) * (count / len(samples))).astype(np.float32)
         return samples[(start - first) * self.rate : (stop - first) * self.rate]
 
 
@@ -119,12 +123,3 @@ def _other(stream: BinaryIO, rate: int) -> Sound:
     except Exception as error:  # soundfile raises its own error types
         raise ValueError(f"the file holds no sound that can be read: {error}") from None
     return Sound(read, file.frames, file.samplerate, rate)
-
-
-def _resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
-    """Resample a sound from rate `own` to `rate` by truncating or zero-padding its spectrum."""
-    if own == rate:
-        return samples
-    count = max(1, round(len(samples) * rate / own))
-    spectrum = np.fft.rfft(samples)[: count // 2 + 1]
-    return (np.fft.irfft(spectrum, count) * (count / len(samples))).astype(np.float32)

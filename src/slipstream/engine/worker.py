@@ -12,6 +12,7 @@ from itertools import count
 from time import monotonic
 from typing import Protocol
 
+from slipstream.core.garbage import give_back_freed_memory
 from slipstream.core.protocols import LiesOnRanks
 from slipstream.core.round import PREFILL_CHUNK, Round
 from slipstream.core.stats import Stats
@@ -19,7 +20,6 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
-from slipstream.engine.freed_memory import give_back_freed_memory
 from slipstream.engine.generation import Generation, Piece
 from slipstream.engine.queued import QueueFull, Search, Times, Unavailable
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from slipstream.cache.stores import Stores
 from slipstream.core.law import Law
-from slipstream.execution.capturing import Graph, Graphs, shapes
 from slipstream.execution.draft_graphs import (
     Drafted,
     DraftGraphs,
@@ -26,7 +25,7 @@ from slipstream.execution.draft_graphs import (
     sizes_of_draft,
     traced_draft,
 )
-from slipstream.execution.graphs import Fused, graph_progress, warn
+from slipstream.execution.graphs import Fused, Graph, Graphs, graph_progress, shapes, warn
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import (
     EAGERLY,
@@ -37,7 +36,6 @@ from slipstream.execution.passes import (
     Places,
     Watching,
     compare,
-    constant_sizes,
     forward_showing,
     sizes_of_pass,
     tensors_of_pass,
@@ -48,8 +46,7 @@ BUCKET = 256  # the fewest slots that captured work reads; see `bucket`
 
 
 def bucket(slots: int) -> int:
-    """Round a number of slots up, to a quarter of a power of two: few graphs serve all texts, and little is read in
-    vain."""
+    """Round slots up, to a quarter of a power of two: few graphs serve all texts, and little is read in vain."""
     step = max(BUCKET, (1 << max(slots - 1, 0).bit_length()) // 8)
     return -(-slots // step) * step
 
@@ -114,7 +111,8 @@ class Captured:
         return graph
 
     def _fused_pass(self, work: Pass, places: Places) -> Fused:
-        constant = constant_sizes(work)
+        # Sizes of one do not vary: torch takes them for constants.
+        constant = frozenset(what for what, size in zip(("rows", "new"), work.tokens.shape, strict=True) if size == 1)
         if (constant, places) not in self._fused:
             rows, new = work.tokens.shape
             what = f"{self.name} for {'one text' if rows == 1 else 'batches'}, {'one token' if new == 1 else 'tokens'}"
@@ -216,8 +214,11 @@ class CapturedDrafts(DraftGraphs):
 
         def step(given: Inputs) -> Drafted:
             state = 0 if given[1] is None else given[1].ndim
-            fused = self._fused_step(kind._replace(size=1, width=given[0].shape[1], state=state))
-            drafted: Drafted = fused(given, sizes_of_draft(given))
+            one = kind._replace(size=1, width=given[0].shape[1], state=state)
+            if one not in self._graphs:
+                on_graph = graph_progress(self.progress, f"{self.name} for {describe(one)}")
+                self._graphs[one] = Fused(traced_draft(self.network, one), one.constant, self.name, on_graph)
+            drafted: Drafted = self._graphs[one](given, sizes_of_draft(given))
             return drafted
 
         def function(tensors: Sequence[Any]) -> list[Tensor]:
@@ -227,13 +228,6 @@ class CapturedDrafts(DraftGraphs):
             return [part for part in drafted if part is not None]
 
         return self._captured.capture(key, function, _tensors(inputs), stores[0][0].device)
-
-    def _fused_step(self, kind: GraphKind) -> Fused:
-        if kind not in self._graphs:
-            on_graph = graph_progress(self.progress, f"{self.name} for {describe(kind)}")
-            self._graphs[kind] = Fused(traced_draft(self.network, kind), kind.constant, self.name, on_graph)
-        fused: Fused = self._graphs[kind]
-        return fused
 
 
 def _tensors(inputs: Inputs) -> list[Tensor | None]:

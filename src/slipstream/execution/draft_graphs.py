@@ -19,8 +19,7 @@ from slipstream.cache.stores import Stores
 from slipstream.core.draws import inverse
 from slipstream.core.law import Law, pad_vocabulary, wide
 from slipstream.execution.graphs import equate, warn
-from slipstream.execution.masks import PassMasks, Sight
-from slipstream.execution.passes import Cross, Parts, Pass, forward, sizes_of_stores
+from slipstream.execution.passes import Cross, Parts, Pass, PassMasks, Sight, forward, sizes_of_stores
 from slipstream.execution.programs import Program, recorded
 from slipstream.kernels.laws import greatest
 

@@ -65,22 +65,13 @@ def join() -> Ranks:
             "torchrun --nproc-per-node 2 -m slipstream generate ... --tensor-parallel, or torchrun --nproc-per-node 2 "
             "SCRIPT.py."
         )
-    ours = not dist.is_initialized()
-    if ours:
-        _begin()
+    if ours := not dist.is_initialized():  # begin as transformers would, with gloo besides NCCL if there are GPUs
+        if gpus := torch.cuda.is_available():
+            torch.cuda.set_device(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=SLOWEST)
     ranks = Ranks(rank, size, _lead(size) if rank == 0 else _follow(rank), ours)
     atexit.register(ranks.close)
     return ranks
-
-
-def _begin() -> None:
-    """Initialize torch.distributed as transformers would, with gloo besides NCCL if there are GPUs."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=SLOWEST)
-        return
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=SLOWEST)
 
 
 def _lead(size: int) -> dict[int, Connection]:
@@ -137,9 +128,9 @@ class Ranks:
         self.on_loss: Callable[[], object] = lambda: None  # called by a thread as soon as a rank is lost
         self._connections = connections
         self._failures: dict[int, str] = {}  # the faults that ranks have reported
-        self._lost: str | None = None
+        self.lost: str | None = None  # why the ranks cannot go on, in a sentence
         self._closed = self._inside = False
-        self._passes = self._count = 0
+        self._passes = self.count = 0  # `count` is of messages
         self._reading = threading.RLock()  # the watching thread reads faults, too
         threading.Thread(target=self._watch, name="slipstream-ranks", daemon=True).start()
 
@@ -147,16 +138,7 @@ class Ranks:
     def leads(self) -> bool:
         return self.rank == 0
 
-    @property
-    def lost(self) -> str | None:
-        """The reason why the ranks cannot go on, in a sentence; None while they can."""
-        return self._lost
-
     # ---- messages ----
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     def tell(self, message: object) -> int:
         """Send a message to all other ranks -> its number. Raises RankLost if one of them is gone or has failed."""
@@ -170,8 +152,8 @@ class Ranks:
                 connection.send_bytes(content)
             except OSError as error:
                 self.end(error)
-        self._count += 1
-        return self._count
+        self.count += 1
+        return self.count
 
     def listen(self) -> Any:
         """Wait for the next message of rank 0 -> it, or None if there will be no more."""
@@ -179,18 +161,18 @@ class Ranks:
             message = loads(self._connections[0].recv_bytes())
         except (EOFError, OSError) as error:
             self.end(error)
-        self._count += 1
+        self.count += 1
         if isinstance(message, Ended):
-            self._lost = message.reason
-            if self._lost is not None:
-                raise RankLost(self._lost)
+            self.lost = message.reason
+            if self.lost is not None:
+                raise RankLost(self.lost)
             return None
         return message
 
     def answer(self, fault: str = "") -> None:
         """Report to rank 0 that its last message was carried out, or the fault that prevented it."""
         with suppress(OSError):  # rank 0 is gone, which `listen` will report
-            self._connections[0].send_bytes(f"{self._count} {fault}".encode())
+            self._connections[0].send_bytes(f"{self.count} {fault}".encode())
 
     def answers(self, number: int, seconds: float | None = None, cause: Exception | None = None) -> dict[int, str]:
         """Wait for every other rank's answer to message `number`, or to a later one -> their faults, empty for success.
@@ -218,7 +200,7 @@ class Ranks:
 
         `message` is sent to them to report it. Raises RankLost if one had none, since ranks then wait within a pass.
         """
-        if self._lost is not None:
+        if self.lost is not None:
             self.end(error)
         self._send(message)
         if not all(self.answers(number, PATIENCE, error).values()):
@@ -234,8 +216,8 @@ class Ranks:
 
     def check(self) -> None:
         """Raise RankLost if a rank is gone, or has reported a fault."""
-        if self._lost is not None:
-            raise RankLost(self._lost)
+        if self.lost is not None:
+            raise RankLost(self.lost)
         if self.leads and self._reads_failures():
             self.end(None)
 
@@ -244,9 +226,9 @@ class Ranks:
         latest = monotonic() + CLOSING  # waits, since an ended process closes its connections one by one
         while not (gone := self._gone(0)) and monotonic() < latest:
             sleep(0.02)
-        if self._lost is None:
-            self._lost = self._why(gone, cause)
-        raise RankLost(self._lost) from cause
+        if self.lost is None:
+            self.lost = self._why(gone, cause)
+        raise RankLost(self.lost) from cause
 
     def _why(self, gone: Sequence[int], cause: BaseException | None) -> str:
         if self._reads_failures():
@@ -284,9 +266,9 @@ class Ranks:
         if self._closed or not gone:
             return
         if self.leads:
-            self._lost = self._lost or self._why(gone, None)
+            self.lost = self.lost or self._why(gone, None)
             self.on_loss()
-        self._end_passes(self._lost or self._why(gone, None))
+        self._end_passes(self.lost or self._why(gone, None))
 
     def _end_passes(self, why: str) -> None:
         """End this process when a pass has run for GRACE seconds since a rank was lost, since it can never finish."""
@@ -318,14 +300,14 @@ class Ranks:
         if self._closed:
             return
         if self.leads:
-            content = _written(Ended(self._lost))
+            content = _written(Ended(self.lost))
             for connection in self._connections.values():
                 with suppress(OSError):
                     connection.send_bytes(content)
         self._closed = True
         for connection in self._connections.values():
             connection.close()
-        if self._ours and self._lost is None:
+        if self._ours and self.lost is None:
             with suppress(RuntimeError):  # a loss is reported elsewhere
                 dist.destroy_process_group()
 

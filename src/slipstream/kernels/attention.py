@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from slipstream.kernels.cpu import panel_attention
-from slipstream.kernels.panels import STEP
+from slipstream.kernels.quantization import STEP
 
 NAME = "slipstream"  # the name of this attention in transformers
 ASKS = re.compile(r"_attn_implementation\s*(==|!=|not in|in)\s*[^\n]*\"sdpa\"")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from slipstream.core.values import first_sentence
 from slipstream.kernels import laws, library, recurrences
-from slipstream.kernels.panels import PANEL, STEP, into_panels
-from slipstream.kernels.quantization import GROUP, Precision, QuantizedPanels, quantize
+from slipstream.kernels.quantization import GROUP, PANEL, STEP, Precision, QuantizedPanels, into_panels, quantize
 
 SYSTEMS = ("linux", "darwin")
 
@@ -34,7 +33,9 @@ def kernel_missing() -> str | None:
     except library.CompilerMissingError as error:
         return str(error)
     except (OSError, RuntimeError, subprocess.SubprocessError, ValueError) as error:
-        reason = _reason(error)
+        reason = first_sentence(error).removesuffix(".")
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
         warnings.warn(
             f"linear layers run slower than they could, their kernel: {reason}.", RuntimeWarning, stacklevel=2
         )
@@ -73,13 +74,6 @@ def panel_attention(queries: Tensor, keys: Tensor, values: Tensor, added: Tensor
     inputs = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
     added = added if added is None or added.stride(-1) == 1 else added.contiguous()
     return torch.ops.slipstream.attend(*inputs, added, scale)
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error without a full stop; for an error of the system, the file and the reason."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return first_sentence(error).removesuffix(".")
 
 
 def _check() -> None:

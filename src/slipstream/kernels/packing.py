@@ -16,9 +16,17 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.kernels.attention import attend_by_kernel, layers_attend_by_kernel
 from slipstream.kernels.cpu import kernel_missing, panel_linear, quantized_linear, quantized_rows
-from slipstream.kernels.panels import PANEL, fits_panels, into_panels, panel_bytes
 from slipstream.kernels.placement import why_in_parts
-from slipstream.kernels.quantization import Codes, Precision, QuantizedPanels, quantize
+from slipstream.kernels.quantization import (
+    PANEL,
+    Codes,
+    Precision,
+    QuantizedPanels,
+    fits_panels,
+    into_panels,
+    panel_bytes,
+    quantize,
+)
 from slipstream.kernels.stored_codes import StoredLinear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)

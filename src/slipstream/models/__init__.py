@@ -1,1 +1,1 @@
-"""Hugging Face models as Scorers: causal ones, encoder-decoders, and tables for tests."""
+"""Hugging Face models as Scorers: causal ones and encoder-decoders."""

@@ -9,11 +9,14 @@ them, and `PassRunner` runs those.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
@@ -21,23 +24,112 @@ from slipstream.cache.prefixes import PrefixCache
 from slipstream.cache.stores import store_format
 from slipstream.core.draft import Tree, padded, runs_of_texts
 from slipstream.core.law import Law
-from slipstream.core.media import Media, Modality
+from slipstream.core.media import Media
 from slipstream.core.protocols import Shape
-from slipstream.core.source import Source, SourceForm
-from slipstream.execution.backends import draft_graphs
+from slipstream.core.source import Source
+from slipstream.execution.backends import Native, draft_graphs
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Room, Wish
 from slipstream.execution.names import with_cache
-from slipstream.execution.native import Native
-from slipstream.execution.passes import Execution
+from slipstream.execution.passes import Cross, Execution, Pass, PassMasks, PassResult, causal_mask
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import SourceDecoder
-from slipstream.models.facts import ModelFacts
-from slipstream.models.families import probe, refuse_unsupported, trial_text, windows_of
+from slipstream.models.families import ModelFacts, probe, refuse_unsupported, trial_text
 from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.media.processor import modalities_of, read_with_media
-from slipstream.models.memory import Memory, OnMemory
-from slipstream.models.pass_runner import PassBuilder, PassRunner
+from slipstream.models.memory import HFCache, Memory, OnMemory
 from slipstream.models.recurrent.calls import CausalCalls, SourceCalls
+
+
+class PassBuilder:
+    """Makes a `Pass` of new tokens for the rows of a memory that take part in its present pass."""
+
+    def __init__(self, facts: ModelFacts, memory: Memory) -> None:
+        self._facts, self._memory = facts, memory
+        self._looks_at_distance = facts.relative or any(sight.limited for sight in facts.kinds.values())
+
+    def build(self, tokens: Tensor, slots: Tensor, tree: Tree | None = None) -> Pass:
+        """Return the pass of tokens (rows, n) that go to slots (rows, n), after the rows' texts or within a tree."""
+        texts, facts, positions, back = self._memory.texts, self._facts, slots, None
+        context, end = facts.context, texts.end
+        if tree is None and texts.alike and not self._looks_at_distance:  # what there mostly is: a single text
+            masks = dict.fromkeys(facts.kinds, causal_mask(slots, texts.past, end, facts.dtype))
+        else:
+            pass_masks = PassMasks.chain(slots, end) if tree is None else PassMasks.tree(slots, end, tree)
+            masks = {kind: pass_masks.mask(sight, facts.dtype) for kind, sight in facts.kinds.items()}
+            positions, back = pass_masks.own, pass_masks.back if facts.relative else None
+        if context and end > context:  # padding may stand beyond the last learned position
+            positions = positions.clamp(max=context - 1)
+        if any(shifts := self._memory.shifts[texts.part]):  # images may take fewer positions than tokens
+            shifts += [0] * (len(positions) - len(shifts))  # rows that only fill a shape
+            positions = positions + torch.tensor(shifts, device=positions.device)[:, None]
+        cross: Cross | None = None
+        if (sources := self._memory.sources) is not None:
+            cross = sources.cross(texts.part, back)
+        return Pass(tokens, positions, slots, masks, cross)
+
+
+NO_LOGITS = torch.empty(0, dtype=torch.long)
+"""The positions whose logits are needed in a pass that only fills the cache: none."""
+
+
+class PassRunner:
+    """Runs passes of a model (or of the decoder of one) over a memory; graphs on a GPU run its first rows."""
+
+    def __init__(self, module: nn.Module, facts: ModelFacts, memory: Memory, execution: Execution | None) -> None:
+        self._call = with_cache(module)
+        self._facts, self._memory, self.execution = facts, memory, execution
+        self._cache = HFCache(memory)
+        self.recorded: WeakSet[HiddenStates] = WeakSet()  # hidden states to record
+
+    def logits(self, work: Pass) -> Tensor:
+        if (result := self._run(work)) is not None:
+            return result.logits
+        return self._eager(work.to(work.tokens.device), keep=0)
+
+    def _run(self, work: Pass, logits: bool = True) -> PassResult | None:
+        """Run a pass by the execution, and store its hidden states; None if it has to run eagerly."""
+        if not self.execution or (self._memory.texts.part.start and work.tokens.device.type == "cuda"):
+            return None
+        recorded = [*self.recorded] if len(self.recorded) else ()  # mostly none, which a weak set is slow to say
+        places = tuple(sorted({place for states in recorded for place in states.places}))
+        result = self.execution.run(
+            work, self._memory.texts.taking_part, places, self._watching if places else None, logits
+        )
+        if result is not None:
+            for states in recorded:
+                states.store(result.states)
+        return result
+
+    @contextmanager
+    def _watching(self) -> Iterator[Mapping[int, Tensor]]:
+        """Yield a mapping that a pass in the block fills with the states to record, by place."""
+        with ExitStack() as watched:
+            yield ChainMap(*[watched.enter_context(states.watching()) for states in self.recorded])
+
+    def feed(self, work: Pass) -> None:
+        if self._run(work, logits=False) is None:
+            self._eager(work, keep=NO_LOGITS)
+
+    def _eager(self, work: Pass, keep: int | Tensor) -> Tensor:
+        """Call the model on a pass -> logits of the positions `keep`, or of that many last ones (0: of all).
+
+        Models that cannot leave out logits return all of them.
+        """
+        with ExitStack() as watched:
+            seen = [(states, watched.enter_context(states.watching())) for states in self.recorded]
+            out = self._call(
+                input_ids=work.tokens,
+                attention_mask=work.mask,
+                position_ids=work.positions,
+                cache=self._cache,
+                use_cache=True,
+                **work.cross_arguments,
+                **({"logits_to_keep": keep} if self._facts.drops_logits else {}),
+            )
+        for states, by_place in seen:
+            states.store(by_place)
+        return out.logits
+
 
 PREFILL_TOKENS = 512  # columns of one prefill pass: bounds the memory of masks and activations for long prompts
 
@@ -64,9 +156,11 @@ class CausalScorer(OnMemory):
         refuse_unsupported(model, self.name)
         self.device = input_device(model)  # where tokens go in and logits come out
         self.facts = ModelFacts.of(model, decoder is not None and decoder.relative)
+        self.vocab, self.context, self.modalities = self.facts.vocab, self.facts.context, modalities_of(model)
         if decoder and execution:
             execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
         self._memory = Memory(decoder)
+        self.source_form = self._memory.sources.form if self._memory.sources else None
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
         self.draft_graphs: DraftGraphs | None = None
@@ -84,10 +178,6 @@ class CausalScorer(OnMemory):
             self.free([0])
 
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
-        """Return a Scorer that runs another model, of this one's layers or of copies, over the same rows and cache.
-
-        What it adds to the rows has to be rolled back before this one goes on.
-        """
         other, execution = copy.copy(self), self.execution
         other.name, other.model, other.draft_graphs = name, model, None
         execution = execution and execution.of(model, name)  # graphs of this model's layers cannot be used for others
@@ -95,10 +185,6 @@ class CausalScorer(OnMemory):
         return other
 
     def seeing(self, window: int, sinks: int) -> CausalScorer:
-        """Return a Scorer of the same model and rows that attends to a text's last `window` and first `sinks` tokens.
-
-        What it adds has to be rolled back before this one goes on.
-        """
         other = self.sharing_rows(self.model, f"{self.name} in a window of {window}")
         other.facts = self.facts.within(window, sinks)
         other._builder = PassBuilder(other.facts, self._memory)
@@ -106,28 +192,8 @@ class CausalScorer(OnMemory):
         return other
 
     @property
-    def vocab(self) -> int:
-        return self.facts.vocab
-
-    @property
-    def context(self) -> int | None:
-        return self.facts.context
-
-    @property
     def execution(self) -> Execution | None:
         return self._runner.execution
-
-    @property
-    def source_form(self) -> SourceForm | None:
-        return self._memory.sources.form if self._memory.sources else None
-
-    @property
-    def windows(self) -> set[int]:
-        return windows_of(self.model.config.get_text_config())
-
-    @property
-    def modalities(self) -> frozenset[Modality]:
-        return modalities_of(self.model)
 
     @property
     def bytes_per_token(self) -> int:
@@ -145,10 +211,6 @@ class CausalScorer(OnMemory):
         self._memory.texts.fill(row, layers, length)
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        """Store texts in this prefix cache from now on, and look them up there; None for no cache.
-
-        Encoder-decoders store nothing.
-        """
         self._memory.use_prefixes(cache)
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
@@ -158,29 +220,24 @@ class CausalScorer(OnMemory):
         self._memory.remember(row, text, salt)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """Return the bytes of keys and values of texts of these lengths, with the room allocated ahead.
-
-        For an encoder-decoder this is 0 before its first pass.
-        """
+        """Return the bytes for texts of these lengths; 0 for an encoder-decoder before its first pass."""
         self._touch()
         possible = [length if self.context is None else min(length, self.context) for length in lengths]
         return self._memory.texts.bytes_for(possible)
 
     @property
     def bytes_allocated(self) -> int:
-        """The bytes that the keys and values of all texts take now, with the room allocated ahead."""
         return self._memory.texts.bytes_allocated
 
     @torch.inference_mode()
     def _touch(self) -> None:
-        """Run one token, if nothing was run yet, since the bytes of a token are only known after a first pass."""
+        """Run one token if nothing was run yet: only then the bytes of a token are known."""
         if self._decoder is None and not self.lengths and not self.bytes_per_token:
             self.add(1)
             self._prefill([[0]], 0)
             self.free([0])
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Record the hidden states at some places (see `HiddenStates`) of every token, as long as the result lives."""
         states = HiddenStates(self.model, self.name, places, self._memory)
         if self.device.type == "cuda" and self.execution is not None and states.last_layer in places:
             raise ValueError(
@@ -191,10 +248,6 @@ class CausalScorer(OnMemory):
         return states
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Run every pass after the prefill in one shape; None: in the shape of the work at hand, which is faster.
-
-        With one shape no bit of the logits depends on how many rows and tokens are scored together.
-        """
         self.shape: Shape | None = shape
         self._memory.texts.least = shape.slots if shape else self.execution.least if self.execution else 0
 
@@ -259,17 +312,12 @@ class CausalScorer(OnMemory):
         return (SourceCalls if self._decoder else CausalCalls)(self.model).alone(text, source)
 
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """Draft by graphs from now on, where possible: on a GPU by one graph for chains of each of these sizes."""
         facts, module = self.facts, self._decoder or self.model
         network = ModelNetwork(with_cache(module), module.dtype, facts.kinds, facts.relative, facts.drops_logits)
         self.draft_graphs = draft_graphs(network, self.name, self.device, sizes, progress=progress)
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
-
-        None if that is not possible by graphs.
-        """
         graphs, texts, sources, rows = self.draft_graphs, self._memory.texts, self._memory.sources, len(wish.fed)
         if graphs is None:
             return None

@@ -1,18 +1,20 @@
-"""The models that can be used: those that cannot be rolled back, or ignore positions and masks, are refused."""
+"""The models that can be used, and facts about them: those that ignore positions and masks, say, are refused."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.core.protocols import Scorer
+from slipstream.core.protocols import HasModel, Scorer
 from slipstream.core.source import Source
 from slipstream.core.values import first_sentence
+from slipstream.execution.passes import Sight, mask_kinds
 from slipstream.kernels.attention import NAME as ATTENTION
 from slipstream.kernels.placement import is_sharded
 
@@ -50,11 +52,8 @@ def is_proven(model: PreTrainedModel) -> bool:
     return not is_sharded(model) and kind.__name__ in PROVEN and kind.__module__.startswith("transformers.")
 
 
-class Probed(Scorer, Protocol):
+class Probed(HasModel, Protocol):
     """A Scorer that can also run its model without our cache."""
-
-    @property
-    def windows(self) -> set[int]: ...
 
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
         """Return the logits (1, n, vocab) of one text by the model's own forward."""
@@ -102,7 +101,7 @@ def probe(scorer: Probed, kind: str) -> None:
     last tokens. Raises ValueError if logits differ by more than rounding: the model, of type `kind`, does not obey
     positions, mask or cache.
     """
-    lengths = trial_lengths(scorer.windows, scorer.context)
+    lengths = trial_lengths(windows_of(scorer.model.config.get_text_config()), scorer.context)
     texts = [trial_text(scorer.vocab, length, place) for place, length in enumerate(lengths)]
     sources = [form.example(3 + 3 * r) if (form := scorer.source_form) else None for r in range(len(texts))]
     try:
@@ -126,7 +125,6 @@ def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
 
     In the first row drafts are wrong from their first token on, in the others after it.
     """
-
     wrong = scorer.vocab - 1
 
     def feed(rows: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
@@ -176,14 +174,50 @@ def windows_of(config: Any) -> set[int]:
 
 
 def longest_text(config: Any) -> int | None:
-    """Return the longest text: `max_position_embeddings`, or the length before longrope would turn cached keys."""
-    names = ("max_position_embeddings", "max_target_positions")
-    limits = (*(getattr(config, name, None) for name in names), longrope_switch(config))
+    """Return the longest text: `max_position_embeddings`, or the length from which longrope turns all tokens otherwise,
+    also cached ones and those of other rows."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
+    limits += [kind["original_max_position_embeddings"] for kind in kinds]
     return min((limit for limit in limits if limit), default=None)
 
 
-def longrope_switch(config: Any) -> int | None:
-    """Return the length beyond which longrope changes the rotation of all tokens, also cached ones and other rows'."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
-    return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes and properties of a model, read once from its configuration.
+
+    `vocab` is the size of the logits. `context` is the longest text: `max_position_embeddings`, or the length before
+    longrope would turn cached keys differently; None if there is no limit. `kinds` say what layers see, by their type.
+    `relative`: the decoder has a bias by distance. `proven`: the model's class is covered by the contract tests.
+    `drops_logits`: it can skip computing logits that are not needed.
+    """
+
+    vocab: int
+    context: int | None
+    dtype: torch.dtype
+    kinds: dict[str, Sight]
+    relative: bool
+    proven: bool
+    drops_logits: bool
+
+    @staticmethod
+    def of(model: PreTrainedModel, relative: bool = False) -> ModelFacts:
+        config = model.config.get_text_config()
+        return ModelFacts(
+            vocab=vocabulary_of(model),
+            context=longest_text(config),
+            dtype=model.dtype,
+            kinds=mask_kinds(config),
+            relative=relative,
+            proven=is_proven(model),
+            drops_logits=model._supports_logits_to_keep(),  # it inspects signatures: too slow for every pass
+        )
+
+    def within(self, window: int, sinks: int) -> ModelFacts:
+        return replace(self, kinds={kind: sight.within(window, sinks) for kind, sight in self.kinds.items()})
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    return int(getattr(head, "out_features", None) or model.config.get_text_config().vocab_size)

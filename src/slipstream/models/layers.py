@@ -61,9 +61,19 @@ def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
     Its lengths are the target's: what it adds has to be rolled back before the target goes on.
     Raises ValueError if the model does not run without the other layers.
     """
-    part = target.sharing_rows(
-        _with_layers(target.model, kept, target.name), f"{target.name} with layers {spell(kept)}"
-    )
+    path, layers = find_layers(target.model, target.name)
+    config = copy.deepcopy(target.model.config.get_text_config())
+    for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
+        if isinstance(values := getattr(config, entry, None), list):
+            setattr(config, entry, [values[layer] for layer in kept])
+    config.num_hidden_layers = len(kept)
+    top = parent = _twin(target.model, config, target.name)
+    for step in path[:-1]:
+        child = _twin(getattr(parent, step), config, target.name)
+        setattr(parent, step, child)
+        parent = child
+    setattr(parent, path[-1], nn.ModuleList([layers[layer] for layer in kept]))
+    part = target.sharing_rows(top.eval(), f"{target.name} with layers {spell(kept)}")
     try:
         with torch.inference_mode():
             part.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)
@@ -92,22 +102,6 @@ def find_layers(model: Any, name: str) -> tuple[list[str], nn.ModuleList]:
             f"{name} does not keep its {count} layers in one list, as Llama does: it cannot draft with some of them."
         )
     return lists[0]
-
-
-def _with_layers(model: Any, kept: Sequence[int], name: str) -> Any:
-    path, layers = find_layers(model, name)
-    config = copy.deepcopy(model.config.get_text_config())
-    for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
-        if isinstance(values := getattr(config, entry, None), list):
-            setattr(config, entry, [values[layer] for layer in kept])
-    config.num_hidden_layers = len(kept)
-    top = parent = _twin(model, config, name)
-    for step in path[:-1]:
-        child = _twin(getattr(parent, step), config, name)
-        setattr(parent, step, child)
-        parent = child
-    setattr(parent, path[-1], nn.ModuleList([layers[layer] for layer in kept]))
-    return top.eval()
 
 
 def _twin(module: Any, config: Any, name: str) -> Any:

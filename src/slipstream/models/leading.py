@@ -11,21 +11,109 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from slipstream.cache.prefixes import PrefixCache, recalling
 from slipstream.core.draft import Tree
-from slipstream.core.media import Modality
-from slipstream.core.source import Source, SourceForm
+from slipstream.core.source import Source
 from slipstream.core.values import first_sentence
 from slipstream.execution.ranks import RankLost, Ranks
-from slipstream.models.loading.load import AnyScorer, scorer_of
-from slipstream.models.loading.sharding import Plan, load_sharded
-from slipstream.models.media.trial import proven_modalities
+from slipstream.models.families import allowed_gap
+from slipstream.models.loading.load import AnyScorer, load_model, scorer_of
+from slipstream.models.loading.origin import Origin
+from slipstream.models.loading.twins import logits_gap
+from slipstream.models.media.processor import proven_modalities
+from slipstream.models.tiny import tiny_config, tiny_model
+
+Plan = str | dict[str, str]
+"""The `tp_plan` of transformers: "auto" is the model's own, a dictionary changes some of its rules."""
+
+
+def load_sharded(
+    source: str | Path, dtype: str | torch.dtype, plan: Plan, size: int, **options: Any
+) -> PreTrainedModel:
+    """Load this rank's part of a model, by hub name or folder; all `size` ranks call this together.
+
+    With accelerate every rank reads its own part of the checkpoint; without, or with an adapter, each reads all of it
+    on the CPU and keeps its part. Raises ValueError in one sentence for a model that cannot be divided.
+    """
+    try:
+        if find_spec("accelerate") and not Origin.of(source, adapter=options.get("adapter")).adapter:
+            model = load_model(source, dtype, distributed_config=_settings(plan), **options)
+        else:
+            model = shard(load_model(source, dtype, "cpu", **options), plan)
+    except ValueError as error:
+        if "has no `tp_plan`" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} has no plan for tensor parallelism in transformers, as most encoder-decoders and GPT-2 have "
+            "none: spread its layers by device_map instead, or give a plan of your own as tp_plan={...}."
+        ) from error
+    # A number of key-value heads that is no multiple of the ranks would cut heads apart.
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        fitting = [str(count) for count in range(2, heads + 1) if not heads % count]
+        several = f"start {' or '.join(fitting)} processes" if fitting else "spread its layers by device_map instead"
+        raise ValueError(
+            f"{model.config.name_or_path} has {heads} heads of keys and values, which {size} ranks cannot divide: "
+            f"{several}."
+        )
+    _try_plan(model, plan, size)
+    return model
+
+
+@torch.no_grad()
+def shard(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """Return this rank's part, on its own device, of a model that every rank has loaded whole."""
+    settings, _, mesh = type(model).prepare_distribute_model(_settings(plan))
+    # Give tied weights a parameter each, since a plan names every layer's own.
+    for name in getattr(model, "all_tied_weights_keys", None) or {}:
+        owner, _, own = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        weight = getattr(layer, own)
+        setattr(layer, own, nn.Parameter(weight.detach(), requires_grad=weight.requires_grad))
+    model = type(model).maybe_distribute_model(model, settings, mesh)
+    model.tie_weights()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return model.to(device)
+
+
+def _settings(plan: Plan) -> Any:
+    """Return a tensor-parallel plan in the form that `from_pretrained` takes. Raises ValueError if impossible."""
+    try:
+        return DistributedConfig(tp_plan=plan)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tp_plan={plan!r} is not possible: {first_sentence(error)}") from error
+
+
+def _try_plan(model: PreTrainedModel, plan: Plan, size: int) -> None:
+    """Divide a tiny random model of the same class, and compare its logits with those of the whole model.
+
+    Nothing else would show that a plan computes something else. Raises ValueError if the logits differ. A class without
+    a tiny model that runs is not tried.
+    """
+    heads = {} if size == 2 else dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(4, size))
+    with torch.random.fork_rng():
+        try:
+            whole, other = (tiny_model(type(model), tiny_config(type(model.config), **heads)) for _ in range(2))
+            difference = logits_gap(whole, shard(other, plan))
+        except Exception:  # sizes that do not fit each other, in a way specific to the family
+            return
+    if not difference <= allowed_gap(torch.float32):
+        raise ValueError(
+            f"{model.config.name_or_path} ({type(model).__name__}) gives other logits when its weights are divided by "
+            f"transformers' plan (difference {difference:.2g} standard deviations): spread its layers by device_map "
+            "instead, or give a plan of your own as tp_plan={...}."
+        )
+
 
 # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +213,6 @@ def _own(argument: Any) -> Any:
 
 
 def _without_pass(method: str) -> Callable[..., Any]:
-    """Return the method of this name of a `LeadingScorer`, for a call without a pass."""
     return lambda self, *arguments: self._later(method, *map(_own, arguments))
 
 
@@ -144,20 +231,10 @@ class LeadingScorer:
         inner = part.scorer
         self.name, self.model, self.device = inner.name, inner.model, inner.device
         self.vocab, self.context, self.way = inner.vocab, inner.context, inner.way
+        self.source_form, self.ranks = inner.source_form, ranks.size
         self.shares_rows: bool = inner.shares_rows
-
-    @property
-    def ranks(self) -> int:
-        return self._ranks.size
-
-    @property
-    def source_form(self) -> SourceForm | None:
-        return self._part.scorer.source_form
-
-    @property
-    def modalities(self) -> frozenset[Modality]:
-        """The kinds of input besides text that can be read: only proven ones, as one rank cannot try them alone."""
-        return self._part.scorer.modalities & proven_modalities(self.model)
+        # Only proven ones, as one rank cannot try them alone.
+        self.modalities = inner.modalities & proven_modalities(self.model)
 
     @property
     def lengths(self) -> list[int]:
@@ -171,7 +248,6 @@ class LeadingScorer:
         self._ranks.check()
 
     def call_on_loss(self, function: Callable[[], object]) -> None:
-        """Set a function without arguments to be called, by another thread, as soon as a rank is lost."""
         self._ranks.on_loss = function
 
     def sharing_rows(self, model: Any, name: str) -> Any:
@@ -202,8 +278,7 @@ class LeadingScorer:
     remember = _without_pass("remember")
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
-        sizes = (None, 1) if cache is None else (cache.limit, cache.block)
-        self._later("use_prefixes", *sizes)
+        self._later("use_prefixes", *((None, 1) if cache is None else (cache.limit, cache.block)))
 
     def _later(self, method: str, *arguments: Any) -> Any:
         """Make a call without communication at once, and send it to the other ranks with the next pass."""

@@ -13,10 +13,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from slipstream.core.media import Modality, only
-from slipstream.engine.data_urls import data_url
-from slipstream.engine.media import media_in, media_part, part_content, part_modality
-from slipstream.engine.pictures import decode
+from slipstream.core.media import Modality, data_url, only
+from slipstream.engine.media import decode, media_in, media_part, part_content, part_modality
 from slipstream.engine.sounds import read_sound
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.state import ServerState

@@ -20,8 +20,8 @@ from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion
+from slipstream.engine.media import TextLimit
 from slipstream.engine.requests import Prompt
-from slipstream.engine.text_limit import TextLimit
 from slipstream.engine.worker import Capacity, Ticket, Worker
 from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall

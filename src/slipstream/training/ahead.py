@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.core.values import check_least
-from slipstream.execution.masks import PassMasks
+from slipstream.execution.passes import PassMasks
 from slipstream.files import atomic_write
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import plain_weight

@@ -25,11 +25,10 @@ from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.string_match import StringMatch
 from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
-from slipstream.models.tables import Table
 from tongues import TEXT, tongue, toy
 from toys.drafts import Altered, flat, same_texts
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
-from toys.tables import dirichlet_table, plain_law, scorer, some
+from toys.tables import Table, dirichlet_table, plain_law, scorer, some
 from toys.texts import GREEDY, SAMPLE, Cycle, request
 
 METHODS = {"intersection": TokenIntersection, "strings": StringMatch}

@@ -31,10 +31,9 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.messages import AskRow, DraftRow, SentLaw
-from slipstream.models.tables import Table
 from toys.drafts import first_tokens
 from toys.enumeration import EXACT, WRONG, Script, SharedScript, enumerate_outcomes, total_variation
-from toys.tables import PAIRS, VOCAB, plain_law, scorer
+from toys.tables import PAIRS, VOCAB, Table, plain_law, scorer
 from toys.texts import SAMPLE, Cycle, request
 
 PROMPT, COUNT = (0, 2), 3

@@ -35,12 +35,11 @@ from slipstream.engine.load import load
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.models.tables import TableScorer
 from slipstream.serve.drafts.build import build
 from slipstream.serve.drafts.rows import DraftRows, Served
 from slipstream.serve.drafts.server import tls_context
 from toys.families import FAMILIES, HF_VOCAB, tiny
-from toys.tables import PAIRS, VOCAB, scorer
+from toys.tables import PAIRS, VOCAB, TableScorer, scorer
 from toys.texts import GREEDY, SAMPLE, request
 
 TARGET, DRAFT = PAIRS["generic"]

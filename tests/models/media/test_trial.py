@@ -9,8 +9,7 @@ import pytest
 from audios import save_audio
 from slipstream.core.media import Modality
 from slipstream.models.loading.load import load_model, load_scorer
-from slipstream.models.media.processor import MediaProcessor
-from slipstream.models.media.trial import proven_modalities, try_media
+from slipstream.models.media.processor import MediaProcessor, proven_modalities, try_media
 
 
 @pytest.fixture(scope="module")

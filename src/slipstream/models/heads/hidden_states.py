@@ -36,6 +36,7 @@ class HiddenStates:
         self.places, self.memory, self._number = tuple(places), memory, next(_numbers)
         self.passed: list[Tensor] = []  # states of passes whose tokens are not in the memory yet
         self._layers = find_layers(model, name)[1]
+        self.last_layer = len(self._layers)
         wrong = [place for place in places if not LAST <= place <= len(self._layers)]
         if wrong:
             raise ValueError(
@@ -84,10 +85,6 @@ class HiddenStates:
         self.memory.texts.update(self._number, *states.unsqueeze(1).tensor_split(2, -1))
 
     @property
-    def last_layer(self) -> int:
-        return len(self._layers)
-
-    @property
     def lengths(self) -> list[int]:
         return self.memory.texts.lengths
 
@@ -107,6 +104,10 @@ class Records:
     def __init__(self) -> None:
         self._kept: WeakSet[HiddenStates] = WeakSet()
 
+    @property
+    def memories(self) -> list[Memory]:
+        return [states.memory for states in self._kept]
+
     def begin(self, model: Any, name: str, places: Sequence[int], lengths: Sequence[int]) -> HiddenStates:
         """Record the states at some places from now on; there are none for tokens that rows hold already."""
         states = HiddenStates(model, name, places, Memory())
@@ -115,22 +116,6 @@ class Records:
             states.memory.texts.fill(row, {}, length)
         self._kept.add(states)
         return states
-
-    def add(self, rows: int) -> None:
-        for states in self._kept:
-            states.memory.add(rows)
-
-    def fork(self, rows: Sequence[int]) -> None:
-        for states in self._kept:
-            states.memory.fork(rows)
-
-    def free(self, rows: Sequence[int]) -> None:
-        for states in self._kept:
-            states.memory.free(rows)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        for states in self._kept:
-            states.memory.texts.rollback(lengths)
 
     def forget(self) -> None:
         """Drop the states of all passes so far: some of them may have read again tokens whose states are stored."""

@@ -21,8 +21,7 @@ from slipstream.core.protocols import Shape
 from slipstream.core.source import Source
 from slipstream.execution.backends import draft_graphs
 from slipstream.execution.draft_graphs import FED, DraftGraphs, Room, Seat, Wish, fed_slots
-from slipstream.execution.masks import PassMasks, Sight
-from slipstream.execution.passes import GivenSlots
+from slipstream.execution.passes import GivenSlots, PassMasks, Sight
 from slipstream.kernels.packing import pack_layers
 from slipstream.models.heads.hidden_states import HiddenStates
 from slipstream.models.memory import HFCache, Memory, OnMemory
@@ -183,7 +182,6 @@ class HeadScorer(OnTargetStates):
         self._sure = [sure for row, sure in enumerate(self._sure) if row not in freed]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop everything after `lengths[r]` tokens of the first rows, and all that was drafted before that."""
         kept = [min(pair) for pair in zip(lengths, self._sure, strict=False)]
         super().rollback(kept)
         self._sure[: len(kept)] = kept
@@ -201,18 +199,15 @@ class HeadScorer(OnTargetStates):
             width = min(PREFILL_TOKENS, max(map(len, parts)))
             tokens = pad(padded(parts, self.device), (0, width))
             slots = self._memory.texts.place(width, 0, len(parts)).to(self.device)
-            hidden = self._target_states(slots)
+            hidden, behind = self._target_states(slots), Behind.within(slots, self._memory.texts.end, self._cache)
             for step in range(self.head.depth):
-                hidden = self._run(step, tokens[:, step : step + width], hidden, slots)
+                hidden = self.head(step, tokens[:, step : step + width], hidden, behind)
             self._memory.texts.advance([max(0, min(PREFILL_TOKENS, len(part) - ahead)) for part in parts])
         self._sure[: len(texts)] = self.lengths[: len(texts)]
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed `counts[r]` of tokens (rows, n) -> logits (rows, n, vocab).
-
-        Only the logits after each row's last token are computed; they are repeated at all its places.
-        """
+        """Feed tokens; only the logits after each row's last one are computed, and repeated at all its places."""
         assert first == 0 and tree is None, "heads draft chains for the rows that run"
         held = self._states.lengths
         if any(count and have > read for count, have, read in zip(counts, self.lengths, held, strict=False)):
@@ -247,20 +242,15 @@ class HeadScorer(OnTargetStates):
     def _feed(self, step: int, tokens: Tensor, hidden: Tensor | None, counts: Sequence[int]) -> Tensor:
         """Run a layer on tokens and the states before them (None: the target's) -> its states (rows, n, width)."""
         slots = self._memory.texts.place(tokens.shape[1]).to(self.device)
-        made = self._run(step, tokens, self._target_states(slots) if hidden is None else hidden, slots)
+        behind = Behind.within(slots, self._memory.texts.end, self._cache)
+        made = self.head(step, tokens, self._target_states(slots) if hidden is None else hidden, behind)
         self._memory.texts.advance(counts)
         last = (torch.tensor(list(counts), device=self.device) - 1).clamp(min=0)
         self._last = made[torch.arange(len(made), device=self.device), last].unsqueeze(1)
         return made
 
-    def _run(self, step: int, tokens: Tensor, hidden: Tensor, slots: Tensor) -> Tensor:
-        return self.head(step, tokens, hidden, Behind.within(slots, self._memory.texts.end, self._cache))
-
     def make_draft_graphs(self, sizes: Sequence[int], progress: Callable[[str], object] | None = None) -> None:
-        """Draft by graphs from now on, where possible, with the network's weights packed on CPUs.
-
-        Networks of several layers that take turns have no graphs.
-        """
+        """Pack the network's weights on CPUs, and draft by graphs; layers that take turns have none."""
         if self.head.depth == 1:
             if isinstance(self.head, nn.Module) and self.device.type == "cpu":
                 pack_layers(self.head)
@@ -271,10 +261,6 @@ class HeadScorer(OnTargetStates):
 
     @torch.inference_mode()
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
-        """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
-
-        None if that is not possible by graphs.
-        """
         graphs, texts = self.draft_graphs, self._memory.texts
         if graphs is not None and max(map(len, wish.fed)) > graphs.most_fed:
             self.prefill([fed[:-1] for fed in wish.fed])

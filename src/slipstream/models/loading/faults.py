@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.core.values import first_sentence
 from slipstream.models.loading.dropped_tensors import checkpoint_file, json_fault
-from slipstream.models.loading.gguf_place import files_in
+from slipstream.models.loading.gguf_file import files_in
 from slipstream.models.loading.pairings import PAIRINGS, pairing_of
 
 MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")

@@ -17,8 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from slipstream.kernels.cpu import kernel_missing, quantized_rows
 from slipstream.kernels.packing import Stretch, can_embed
-from slipstream.kernels.panels import PANEL
-from slipstream.kernels.quantization import QUAD, Precision, QuantizedPanels
+from slipstream.kernels.quantization import PANEL, QUAD, Precision, QuantizedPanels
 from slipstream.kernels.stored_codes import StoredLinear
 from slipstream.models.loading.gguf_config import OTHERS, generation_config_of
 from slipstream.models.loading.gguf_file import GgufFile, Stored
@@ -113,7 +112,16 @@ class GgufWeights:
             )
         for name, tensor in self.file.tensors.items():
             if name not in kept:
-                self._take_numbers(tensor)
+                weights = dequantized(tensor)
+                processed = self.processor.process(
+                    weights=weights.numpy(), name=tensor.name, **self._processor_arguments()
+                )
+                if processed.name in self.names:
+                    self.tensors[self.names[processed.name]] = torch.from_numpy(np.ascontiguousarray(processed.weights))
+                elif processed.name and not processed.name.startswith(KNOWN_UNUSED):
+                    self.unknown.append(tensor.name)
+                if len(tensor.shape) > 1 and tensor.format not in FLOATS:
+                    self.dequantized.add(format_name(tensor.format))
         self.file.forget_pages()
 
     def missing(self) -> set[str]:
@@ -142,16 +150,6 @@ class GgufWeights:
             return None
         order = torch.from_numpy(np.ascontiguousarray(processed.weights[:, 0])).long()
         return order if torch.equal(order.sort().values, torch.arange(len(rows))) else None
-
-    def _take_numbers(self, tensor: Stored) -> None:
-        weights = dequantized(tensor)
-        processed = self.processor.process(weights=weights.numpy(), name=tensor.name, **self._processor_arguments())
-        if processed.name in self.names:
-            self.tensors[self.names[processed.name]] = torch.from_numpy(np.ascontiguousarray(processed.weights))
-        elif processed.name and not processed.name.startswith(KNOWN_UNUSED):
-            self.unknown.append(tensor.name)
-        if len(tensor.shape) > 1 and tensor.format not in FLOATS:
-            self.dequantized.add(format_name(tensor.format))
 
     def _processor_arguments(self) -> dict[str, Any]:
         """Return the arguments of the processors of experts, which put their tensors among the others themselves."""

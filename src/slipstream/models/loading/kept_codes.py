@@ -28,8 +28,7 @@ from transformers import PreTrainedModel
 from slipstream.files import TensorFileKind, cache_folder, delete_oldest, load_tensors, save_tensors
 from slipstream.kernels.packing import plain_weight
 from slipstream.kernels.quantization import Codes, Precision, quantize
-from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import longest_text
+from slipstream.models.families import longest_text, vocabulary_of
 from slipstream.models.recurrent.calls import calls_of
 
 ROWS, LENGTH, TOGETHER = 32, 256, 4

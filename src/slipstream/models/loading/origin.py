@@ -10,8 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from slipstream.models.loading.adapters import base_of
 from slipstream.models.loading.gguf_config import config_of
-from slipstream.models.loading.gguf_file import GgufFile
-from slipstream.models.loading.gguf_place import gguf_path
+from slipstream.models.loading.gguf_file import GgufFile, gguf_path
 from slipstream.models.loading.pairings import located
 
 

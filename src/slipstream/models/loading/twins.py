@@ -23,7 +23,6 @@ from slipstream.core.values import first_sentence
 from slipstream.kernels.packing import PackedLinear, packed, plain_weight, quantized, quantizing_fault, twin_of
 from slipstream.kernels.placement import why_in_parts
 from slipstream.kernels.quantization import GPTQ, Precision
-from slipstream.models.facts import vocabulary_of
 from slipstream.models.families import (
     allowed_gap,
     is_proven,
@@ -31,6 +30,7 @@ from slipstream.models.families import (
     spread_gap,
     trial_lengths,
     trial_text,
+    vocabulary_of,
     windows_of,
 )
 from slipstream.models.loading.kept_codes import codes_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.panels import STEP
+from slipstream.kernels.quantization import STEP
 from slipstream.kernels.recurrences import (
     FEW,
     gated_delta_rule,

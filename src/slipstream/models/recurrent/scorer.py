@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from slipstream.cache.recurrent import StateCache
 from slipstream.core.draft import Tree
-from slipstream.core.media import Media, Modality
+from slipstream.core.media import Media
 from slipstream.core.protocols import Shape
-from slipstream.core.source import Source, SourceForm
+from slipstream.core.source import Source
 from slipstream.core.values import first_sentence
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.placement import input_device
-from slipstream.models.facts import vocabulary_of
-from slipstream.models.families import longest_text, probe, windows_of
+from slipstream.models.families import longest_text, probe, vocabulary_of
 from slipstream.models.heads.hidden_states import HiddenStates, Records
 from slipstream.models.media.processor import RowMedia, modalities_of
 from slipstream.models.recurrent.calls import calls_of
@@ -79,6 +78,7 @@ class StateScorer:
         self.device = input_device(model)
         self.vocab, self.context = vocabulary_of(model), longest_text(model.config.get_text_config())
         self._calls = calls_of(model)
+        self.source_form, self.modalities = self._calls.form, modalities_of(model)
         self._alone = False  # whether every token is fed by itself, so that no bit depends on the rest of the pass
         self._costs: tuple[int, int] | None = None
         observe(model)
@@ -86,18 +86,6 @@ class StateScorer:
         self._records = Records()
         self.clear()
         self.way = self._find_way()
-
-    @property
-    def source_form(self) -> SourceForm | None:
-        return self._calls.form
-
-    @property
-    def modalities(self) -> frozenset[Modality]:
-        return modalities_of(self.model)
-
-    @property
-    def windows(self) -> set[int]:
-        return windows_of(self.model.config.get_text_config())
 
     def _find_way(self) -> Way:
         self._refuse_stateless()
@@ -148,19 +136,22 @@ class StateScorer:
         with torch.inference_mode():
             self._extra_inputs += [self._calls.read(source) for source in sources or [None] * rows]
         self._cache.add(rows)
-        self._records.add(rows)
+        for memory in self._records.memories:
+            memory.add(rows)
         self._texts += [[] for _ in range(rows)]
 
     def fork(self, rows: Sequence[int]) -> None:
         self._cache.fork(rows)
-        self._records.fork(rows)
+        for memory in self._records.memories:
+            memory.fork(rows)
         self._texts += [list(self._texts[row]) for row in rows]
         self._extra_inputs += [self._extra_inputs[row] for row in rows]
 
     def free(self, rows: Sequence[int]) -> None:
         freed = set(rows)
         self._cache.free(rows)
-        self._records.free(rows)
+        for memory in self._records.memories:
+            memory.free(rows)
         self._texts = [text for row, text in enumerate(self._texts) if row not in freed]
         self._extra_inputs = [each for row, each in enumerate(self._extra_inputs) if row not in freed]
 
@@ -169,16 +160,15 @@ class StateScorer:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         self._cache.rollback(lengths)
-        self._records.rollback(lengths)
+        for memory in self._records.memories:
+            memory.texts.rollback(lengths)
         for text, length in zip(self._texts, lengths, strict=False):
             del text[length:]
 
     def scrub(self) -> None:
         """Do nothing: the states of tokens that were rolled back are dropped already."""
-        self._cache.scrub()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Do nothing for chains. Raises ValueError for the path of a tree that leaves tokens out."""
         self._cache.keep(starts, paths)
 
     @property
@@ -201,25 +191,15 @@ class StateScorer:
         return sum(2 * (fixed + each * length) for length in lengths)
 
     def record(self, places: Sequence[int]) -> HiddenStates:
-        """Record the hidden states at some places (see `HiddenStates`) of every token from now on.
-
-        It lasts as long as the result lives. Raises ValueError for places that the model does not have.
-        """
         return self._records.begin(self.model, self.name, places, self.lengths)
 
     def fix_shape(self, shape: Shape | None) -> None:
-        """Feed every token after the prefill in a pass of its own; None: all that are there at once, which is faster.
-
-        In passes of their own no bit of a token's logits depends on the rows and tokens scored with it.
-        """
+        """Feed every token after the prefill in a pass of its own, whose bits depend on no other; None: together."""
         self._alone = shape is not None
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        """Feed `counts[r]` of tokens (rows, n) to the rows from `first` on -> logits (rows, n, vocab).
-
-        Padding is not fed, and its logits are 0. Raises ValueError for a tree.
-        """
+        """Feed tokens; the logits of padding, which is not fed, are 0. Raises ValueError for a tree."""
         if tree is not None:
             raise ValueError(f"{self.name} keeps a state, which follows one line of tokens: draft chains, not trees.")
         fed = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]

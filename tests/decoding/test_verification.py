@@ -16,12 +16,11 @@ from slipstream.core.draws import Rng, Sealed, draw, draw_coupled, inverse
 from slipstream.core.law import Law
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context
-from slipstream.decoding import captured_verification
-from slipstream.decoding.captured_verification import CapturedVerification
+from slipstream.decoding import verification
 from slipstream.decoding.rules import BLOCK, MATCH, TOKEN, Rule, lenient
 from slipstream.decoding.sampling import Sampling
-from slipstream.decoding.verification import Outcome, verify_eagerly
-from slipstream.execution import capturing
+from slipstream.decoding.verification import CapturedVerification, Outcome, verify_eagerly
+from slipstream.execution import graphs
 from slipstream.execution.graphs import GRAPHS
 
 VOCAB, GAMMA = 40, 4
@@ -32,7 +31,7 @@ SAMPLE = Sampling(temperature=0.7)
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
-        monkeypatch.setattr(capturing, "record", repeat)
+        monkeypatch.setattr(graphs, "record", repeat)
     elif not torch.cuda.is_available():
         pytest.skip("no GPU")
     return str(request.param)
@@ -108,7 +107,7 @@ def test_rows_of_different_temperatures_share_a_graph(device: str) -> None:
 
 
 def test_of_many_graphs_those_that_ran_last_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_verification, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(verification, "MOST_GRAPHS", 2)
     captured, before = CapturedVerification(), GRAPHS.captured
     for lengths, made in (((1,), 1), ((2,), 2), ((1,), 2), ((3,), 3), ((1,), 3), ((2,), 4)):
         logits, draft = drafted(6, lengths, "sampled", device)
@@ -159,7 +158,7 @@ def test_verification_that_cannot_be_captured_stays_eager_after_one_warning(monk
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no graphs here")
 
-    monkeypatch.setattr(capturing, "record", broken)
+    monkeypatch.setattr(graphs, "record", broken)
     captured, rows = CapturedVerification(), context(SAMPLE)
     logits, draft = drafted(4, (4,), "sampled")
     with pytest.warns(RuntimeWarning, match=r"toy verifies eagerly.*no graphs here") as caught:
@@ -170,16 +169,14 @@ def test_verification_that_cannot_be_captured_stays_eager_after_one_warning(monk
 
 def test_control_a_graph_with_other_laws_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the work had been captured with the logits of another pass."""
-    monkeypatch.setattr(
-        capturing, "record", lambda function, pool: ([each.flip(-1) for each in function()], lambda: None)
-    )
+    monkeypatch.setattr(graphs, "record", lambda function, pool: ([each.flip(-1) for each in function()], lambda: None))
     rows, (logits, draft) = context(SAMPLE), drafted(5, (4,), "sampled")
     with pytest.warns(RuntimeWarning, match="makes other distributions"):
         agree(CapturedVerification(), BLOCK, rows, logits, draft)
 
 
 def test_control_a_graph_that_is_not_replayed_decides_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "record", lambda function, pool: (function(), lambda: None))
+    monkeypatch.setattr(graphs, "record", lambda function, pool: (function(), lambda: None))
     captured, rows = CapturedVerification(), context(SAMPLE)
     for seed in range(4):
         logits, draft = drafted(seed, (4,), "sampled")
