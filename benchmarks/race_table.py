@@ -102,16 +102,18 @@ def plan_table(found: Found) -> str:
     """Return the speed-ups that plans predicted beside those of the race, the target's prefill left out of both."""
     rows = []
     for plan in found["plans"]:
-        speed = {
-            way: median(
+        speeds: dict[str, list[float]] = {
+            way: [
                 run["tokens"] / (sum(run["own"]["seconds"].values()) - run["own"]["seconds"].get("prefill", 0))
                 for run in found["runs"]
                 if run["program"] == OURS and run["way"] == way and run["rows"] == 1
                 and all(run[name] == plan[name] for name in ("model", "temperature"))
-            )
+            ]
             for way in (PLAIN, plan["way"])
         }  # fmt: skip
-        measured = speed[plan["way"]] / speed[PLAIN]
+        if not all(speeds.values()):
+            continue  # the race has not come to it
+        measured = median(speeds[plan["way"]]) / median(speeds[PLAIN])
         interval = f"{plan['predicted']:.2f} ({plan['low']:.2f}-{plan['high']:.2f})"
         difference = f"{100 * (measured / plan['predicted'] - 1):+.0f} %"
         rows.append(
