@@ -285,9 +285,7 @@ def save_tensors(path: Name, kind: TensorFileKind, tensors: Mapping[str, Tensor]
 
 def load_tensors(path: Name, kind: TensorFileKind) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a file's tensors, mapped into memory, and its header. All of it is read once, for its checksum.
-
-    Raises ValueError in one sentence if the file is damaged, of another format or of another version.
-    """
+    Raises ValueError in one sentence if the file is damaged, of another format or of another version."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -33,17 +33,13 @@ def distance(p: Probabilities, q: Probabilities) -> float:
 
 def beta(p: Probabilities, q: Probabilities) -> float:
     """Return beta = sum_x min(p(x), q(x)) = 1 - D_LK(p, q) (Theorem 3.5, Lemma 3.3): the chance that x ~ q is kept.
-
-    Its mean over prefixes is alpha (Corollary 3.6). Raises ValueError unless both are laws over one vocabulary.
-    """
+    Its mean over prefixes is alpha (Corollary 3.6). Raises ValueError unless both are laws over one vocabulary."""
     return lenient_beta(p, q, 1.0)
 
 
 def lenient_beta(p: Probabilities, q: Probabilities, lenience: float) -> float:
     """Return alpha_l = sum_x min(p(x) / l, q(x)) at one prefix (section A.5): not lossless for l < 1.
-
-    Raises ValueError unless 0 < l <= 1 and both are laws over one vocabulary.
-    """
+    Raises ValueError unless 0 < l <= 1 and both are laws over one vocabulary."""
     _check_laws(p, q)
     if not 0 < lenience <= 1:
         raise ValueError(f"lenience={lenience} is not possible: it must be above 0 and at most 1 (lossless).")
@@ -146,9 +142,7 @@ def remote_factor(alpha: float, gamma: int, c: float, delay: float, verify: Curv
 
 def longest_delay(gain: Callable[[float], float]) -> float:
     """Return the delay at which a falling speed-up, `gain(delay)`, reaches 1; 0 if it never exceeds 1.
-
-    Found by bisection, to one part in a million of the answer; the unit is that of `gain`.
-    """
+    Found by bisection, to one part in a million of the answer; the unit is that of `gain`."""
     if gain(0.0) <= 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -201,9 +195,7 @@ def best_gamma_by_position(kept: Sequence[float], c: float, verify: Curve = flat
 
 def _argmax(kept: Iterable[float], c: float, verify: Curve) -> int:
     """Return the gamma with the largest tokens per time, 0 if plain decoding is fastest.
-
-    kept[i - 1] is the chance that at least i drafted tokens stand; ties go to the smaller gamma.
-    """
+    kept[i - 1] is the chance that at least i drafted tokens stand; ties go to the smaller gamma."""
     best, top, tokens = 0, 1.0, 1.0  # plain decoding
     _check_cost("c", c)
     for gamma, chance in enumerate(kept, 1):
@@ -227,9 +219,7 @@ def oracle_factor(alpha: float, c: float) -> float:
 
 def oracle_gain(alpha: float, c: float, limit: int = LIMIT) -> float:
     """Return the gain of the oracle's gamma over the best fixed one (section 3.5), for a flat verify cost; 0.07 is 7 %.
-
-    Raises ValueError unless 0 <= alpha <= 1, c >= 0, and limit is a whole number from 0 up.
-    """
+    Raises ValueError unless 0 <= alpha <= 1, c >= 0, and limit is a whole number from 0 up."""
     return oracle_factor(alpha, c) / walltime_factor(alpha, best_gamma(alpha, c, limit), c) - 1
 
 

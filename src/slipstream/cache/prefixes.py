@@ -111,27 +111,23 @@ class Shelf:
 
 @runtime_checkable
 class Recalling(Protocol):
-    """A model that can reuse stored prefixes from a `PrefixCache`."""
+    """A model that can reuse stored prefixes from a `PrefixCache`; by default nothing is stored and found."""
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:
         """Use this cache to store and find prefixes from now on; None: use none."""
+        return None
 
     def recall(self, row: int, text: Sequence[int], salt: str) -> int:
         """Fill an empty row with the longest stored prefix of a text -> the number of its tokens."""
+        return 0
 
     def remember(self, row: int, text: Sequence[int], salt: str) -> None:
         """Store the prefix of a text that a row holds."""
+        return None
 
 
-class Forgetful:
-    """The store of a model that cannot reuse prefixes; it stores and finds nothing."""
-
-    def use_prefixes(self, cache: PrefixCache | None) -> None: ...
-
-    def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        return 0
-
-    def remember(self, row: int, text: Sequence[int], salt: str) -> None: ...
+class Forgetful(Recalling):
+    """The store of a model that cannot reuse prefixes."""
 
 
 def recalling(scorer: object) -> Recalling:

@@ -31,9 +31,7 @@ class Shape:
 
 class Scorer(Protocol):
     """An autoregressive model with its cache for a batch of rows, each with a length of its own.
-
-    A call changes only the rows that it names or brings tokens for.
-    """
+    A call changes only the rows that it names or brings tokens for."""
 
     @property
     def name(self) -> str:
@@ -180,9 +178,7 @@ class Traits:
 
 class Controller(Protocol):
     """Chooses gamma per row before anything is drafted, so that any choice is exact; its state is passed in and out.
-
-    By default there is no state, and nothing is learned from rounds.
-    """
+    By default there is no state, and nothing is learned from rounds."""
 
     @property
     def most(self) -> int:

@@ -50,9 +50,7 @@ class Sampler(Protocol):
 
     def law(self, logits: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         """Return the law of logits (rows, positions, vocab); errors name the `model` that computed them.
-
-        Raises RowFailure if some position has no law.
-        """
+        Raises RowFailure if some position has no law."""
 
 
 @dataclass(frozen=True)

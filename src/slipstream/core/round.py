@@ -48,9 +48,7 @@ class Stopwatch:
 
 class GpuStopwatch(Stopwatch):
     """Measures the phases of a round by a GPU's own clock, since the host runs ahead of the GPU's work.
-
-    The last phase ends on the host, so that all of them together take as long as the round. The laps are known then.
-    """
+    The last phase ends on the host, so that all of them together take as long as the round. The laps are known then."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -30,9 +30,7 @@ def end_commands() -> None:
 
 def _end(_: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt; while a module is imported, end the process in one line.
-
-    Libraries drop an exception that comes while they are imported, or go on with half of a module.
-    """
+    Libraries drop an exception that comes while they are imported, or go on with half of a module."""
     while frame and frame.f_code.co_filename != IMPORTING:
         frame = frame.f_back
     if not frame:

@@ -58,9 +58,7 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
 def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     """Return b_0..b_gamma, the weights (rows, gamma, 2) of the coins for "prefix i passes" and "it does not", and beta.
-
-    At positions after the end of a row's draft the coin always says "it does not".
-    """
+    At positions after the end of a row's draft the coin always says "it does not"."""
     assert draft.law is not None
     lengths = draft.counted(p.device)[:, None]
     b = survival(p, draft)
@@ -75,9 +73,7 @@ def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 
 def survival(p: Law, draft: Draft) -> Tensor:
     """Return b_0..b_gamma of block verification, (rows, gamma + 1), computed in float64 and log space.
-
-    Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i.
-    """
+    Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i."""
     assert draft.law is not None
     ratio = p.first(draft.law.positions).of(draft.tokens).double().log()
     if draft.law.tokens is None:  # else q(x) is 1
@@ -89,9 +85,7 @@ def survival(p: Law, draft: Draft) -> Tensor:
 
 def overlap(p: Law, q: Law, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return beta_i = sum_v min(p_i(v), q_i(v)) and R_i = sum_v max(w_i p_i(v) - q_i(v), 0), both (rows, positions).
-
-    p, q and the weights w cover the same rows and positions.
-    """
+    p, q and the weights w cover the same rows and positions."""
     if q.tokens is not None:
         shared = beta(p, q)
         return shared, weight * (1 - shared)

@@ -102,8 +102,8 @@ class BeamSearch:
         if self.error:
             self.finish_reason = "error"
             return
-        width, length = self.settings.num_beams, self.depth + 1
-        open_ = self._hopeful and not (self.settings.early_stopping is True and len(self.finished) == width)
+        settings, width, length = self.settings, self.settings.num_beams, self.depth + 1
+        open_ = self._hopeful and not (settings.early_stopping is True and len(self.finished) == width)
         going: list[Beam] = []
         for rank, (score, prefix, token) in enumerate(
             best_continuations(self.live, self._keep, lambda prefix: prefix.best)
@@ -113,15 +113,12 @@ class BeamSearch:
             if reason is None:
                 going.append(Beam(prefix.child(token), score))
             elif rank < width and open_:  # lower ranks are candidates only so that enough beams stay live
-                score /= length**self.settings.length_penalty
+                score /= length**settings.length_penalty
                 self.finished.append(Hypothesis((*prefix.tokens, token), score, reason))
                 self.finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
                 del self.finished[width:]
         self.live = best_beams(going, width) or self.live
-        self._end_if_over(length, bool(going))
-
-    def _end_if_over(self, length: int, going: bool) -> None:
-        settings, full = self.settings, len(self.finished) == self.settings.num_beams
+        full = len(self.finished) == width
         if going and full:
             far = settings.early_stopping == "never" and settings.length_penalty > 0
             hoped = self.live[0].score / (self.limit if far else length) ** settings.length_penalty

@@ -32,9 +32,7 @@ class GrammarStopped(RuntimeError):
 
 class Grammar:
     """The outputs that are allowed, for one tokenizer: `allowed` returns the tokens that may come after an output.
-
-    It is made by `Grammars`, keeps the matcher states of the latest texts, and may be used by one thread at a time.
-    """
+    It is made by `Grammars`, keeps the matcher states of the latest texts, and may be used by one thread at a time."""
 
     def __init__(self, source: str, tokens: Any, vocab: int) -> None:
         self.source, self._tokens, self.vocab = source, tokens, vocab
@@ -260,9 +258,7 @@ class Grammars:
 
 def _with_spaces(tokenizer: Any) -> str | None:
     """Return, as JSON text, a tokenizer whose decoder is Metaspace with one that llguidance reads; None for any other.
-
-    llguidance learns that a mark is a space from a decoder that replaces it, and would take it for a letter here.
-    """
+    llguidance learns that a mark is a space from a decoder that replaces it, and would take it for a letter here."""
     if (core := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
     state = json.loads(core.to_str())

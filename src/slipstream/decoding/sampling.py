@@ -147,9 +147,7 @@ class Sampling(SamplingFields):
 
     def for_beams(self) -> Sampling:
         """Return these settings for beams that are sampled: what shapes the law becomes processors of its logarithm.
-
-        As in transformers, cuts leave one token more than the number of those that end a text, and at least two.
-        """
+        As in transformers, cuts leave one token more than the number of those that end a text, and at least two."""
         off = {name: SAMPLING[name].default for name in ("temperature", *WARPS)}
         return replace(self, processors=(*self.processors, *self._warpers(max(2, 1 + len(self.eos)))), **off)
 

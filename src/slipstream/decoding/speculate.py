@@ -96,9 +96,7 @@ def _commit(
 
 def _cut(running: Sequence[Row], new_tokens: Sequence[list[int]], verdict: Verdict, faults: Faults) -> None:
     """Drop the tokens that have no law, and set the row's error: plain decoding would have failed at the same token.
-
-    The tokens before it do not depend on the arbitrary law: the rules are exact for any law after a prefix.
-    """
+    The tokens before it do not depend on the arbitrary law: the rules are exact for any law after a prefix."""
     paths = [range(len(new)) for new in new_tokens] if verdict.path is None else verdict.path.tolist()
     for place, (row, new, path) in enumerate(zip(running, new_tokens, paths, strict=True)):
         positions = [0, *(node + 1 for node in path)][: len(new)]

@@ -145,9 +145,7 @@ class TrieCache:
 
     def shared_with(self, scorer: Scorer) -> TrieCache:
         """Return a `TrieCache` on the same rows for a Scorer that shares them.
-
-        `scorer.rollback` to the present lengths undoes what is fed through it.
-        """
+        `scorer.rollback` to the present lengths undoes what is fed through it."""
         other = TrieCache(scorer)
         other.rows = list(self.rows)
         return other

@@ -128,9 +128,7 @@ class CapturedVerification:
 @dataclass(frozen=True)
 class _Question:
     """What a graph is asked: a draft, and the logits (rows, gamma + 1, vocab) of the target after each of its tokens.
-
-    `numbers` are those in [0, 1) with which coins (rows, gamma) and the next token (rows, gamma + 1) are drawn.
-    """
+    `numbers` are those in [0, 1) with which coins (rows, gamma) and the next token (rows, gamma + 1) are drawn."""
 
     verifier: Verifier
     logits: Tensor

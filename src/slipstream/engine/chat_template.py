@@ -43,9 +43,7 @@ NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 class ChatTemplate:
     """The chat template of `owner`, a tokenizer or a processor: what it takes is found out by rendering it.
-
-    A processor's template takes contents in `parts`. `source` is the template itself.
-    """
+    A processor's template takes contents in `parts`. `source` is the template itself."""
 
     def __init__(self, owner: Any, parts: bool = False) -> None:
         self._owner, self._parts = owner, parts

@@ -60,9 +60,7 @@ OFF: dict[str, Any] = {
 @dataclass(frozen=True)
 class Defaults:
     """The defaults of a model's calls: `settings` under the names of options, and `others`, which have none.
-
-    `left` are those that are not applied, with the reason. `eos` are the tokens that end a text, in any case.
-    """
+    `left` are those that are not applied, with the reason. `eos` are the tokens that end a text, in any case."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)

@@ -211,9 +211,7 @@ class Engine:
 
     def encode(self, prompt: Prompt | Mapping[str, Any]) -> tuple[int, ...]:
         """Return the prompt's token ids; for an encoder-decoder, those of the source.
-
-        Raises ValueError for a prompt that is empty or too long, and for a text without a tokenizer.
-        """
+        Raises ValueError for a prompt that is empty or too long, and for a text without a tokenizer."""
         ids, media = self.encoder.read(read_prompt(prompt))
         if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")

@@ -28,9 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 def open_image(image: Any, where: str = "an image") -> Image:
     """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
-
-    Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels.
-    """
+    Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels."""
     _needed()
     from PIL import Image as pillow
 
@@ -166,9 +164,7 @@ def in_parts(message: Mapping[str, Any], rate: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class TextLimit:
     """The limit of a text's characters for a model that holds `tokens` tokens, each of `longest` characters at most.
-
-    Tokenizing takes time and memory for every character; so a text that cannot fit is refused before.
-    """
+    Tokenizing takes time and memory for every character; so a text that cannot fit is refused before."""
 
     tokens: int
     longest: int

@@ -74,9 +74,7 @@ class Network(Protocol):
 
     def __call__(self, tokens: Tensor, states: Tensor | None, seat: Seat) -> tuple[Tensor, Tensor | None]:
         """Run on tokens (rows, fed) and the states before them -> the logits (rows, n) after the last ones.
-
-        The second result is the states (rows, 1, width) there, for a network that goes on from its own states.
-        """
+        The second result is the states (rows, 1, width) there, for a network that goes on from its own states."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,7 @@ class Wish:
 @dataclass(frozen=True)
 class Room:
     """The room of chains in the cache: after `lengths` tokens of the stores, attending to `end` slots, and to sources.
-
-    `states` (rows, fed, ...) are those before the tokens that are fed, for networks that read states.
-    """
+    `states` (rows, fed, ...) are those before the tokens that are fed, for networks that read states."""
 
     lengths: Sequence[int]
     end: int
@@ -145,9 +141,7 @@ class Room:
 
 class GraphKind(NamedTuple):
     """A kind of graph: it drafts `size` tokens after `width` fed ones, `sampled` or greedy, among `vocab` ids.
-
-    It serves a `single` text or any number of texts, and reads states of `state` dimensions.
-    """
+    It serves a `single` text or any number of texts, and reads states of `state` dimensions."""
 
     size: int
     width: int
@@ -298,9 +292,7 @@ def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
 
 def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
     """Return the law (rows, vocab) at each text's temperature; at 0 all probability is on the `best` token (rows,).
-
-    Where logits are not finite, it is uniform: such a draft may be verified before anybody looks at its logits.
-    """
+    Where logits are not finite, it is uniform: such a draft may be verified before anybody looks at its logits."""
     greedy, vocab = temperatures == 0, logits.shape[-1]
     point = torch.arange(vocab, device=logits.device) == best[:, None]
     law = torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
@@ -320,9 +312,7 @@ class DraftsInGraphs(Protocol):
 
     def chain(self, wish: Wish) -> tuple[Tensor, Law] | None:
         """Draft chains for the first rows of the cache, one per text of the wish -> tokens (rows, gamma), and their q.
-
-        None if that is not possible by graphs.
-        """
+        None if that is not possible by graphs."""
 
 
 def describe(kind: GraphKind) -> str:

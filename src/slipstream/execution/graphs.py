@@ -50,9 +50,7 @@ def vary(sizes: Sizes, constant: Collection[str] = ()) -> None:
 
 def equate(sizes: Sizes) -> None:
     """Declare, inside a traced function, that dimensions of the same name have the same size, one symbol.
-
-    Python passes every symbol at every call, and a model's cache alone has two for each of its layers' tensors.
-    """
+    Python passes every symbol at every call, and a model's cache alone has two for each of its layers' tensors."""
     by_name: dict[str, Any] = {}
     for tensor, counted in sizes:
         for dim, what in counted.items():
@@ -236,9 +234,7 @@ def shapes(inputs: Sequence[Tensor | None]) -> Hashable:
 
 def record(function: Callable[[], list[Tensor]], pool: Any = None) -> tuple[list[Tensor], Callable[[], object]]:
     """Capture a function's work on the GPU -> the tensors it writes, and a function that repeats the work on them.
-
-    `pool` is the memory that graphs share. Other threads may use the GPU meanwhile.
-    """
+    `pool` is the memory that graphs share. Other threads may use the GPU meanwhile."""
     GRAPHS.captured += 1
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

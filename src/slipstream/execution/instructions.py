@@ -295,9 +295,7 @@ def _attend(recorder: Recorder, func: Any, out: Tensor, args: tuple[Any, ...], k
 
 def _stored(recorder: Recorder, made: Array) -> tuple[Operand, Operand]:
     """Return the codes and scales of which the steps so far made an array, or the array itself and None.
-
-    The kernel makes the same numbers where it reads them, so that those steps are left out.
-    """
+    The kernel makes the same numbers where it reads them, so that those steps are left out."""
     numbers = recorder.writers.get(made.storage, [])
     steps = [recorder.steps[number] for number in numbers]
     if [getattr(step, "code", None) for step in steps] != [CODE["copy"], CODE["mul"]]:

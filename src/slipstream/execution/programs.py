@@ -70,9 +70,7 @@ class Program:
 
     def __init__(self, recording: Recording, kept: Collection[int] | None = None) -> None:
         """Make the program of a recording, for some of its outputs (None: all), by their numbers.
-
-        The others are returned without numbers.
-        """
+        The others are returned without numbers."""
         self._kept = range(len(recording.outputs)) if kept is None else kept
         steps = _needed(_merged(recording.steps), recording, self._kept)
         self._recording = recording

@@ -197,9 +197,7 @@ class Ranks:
 
     def agree(self, number: int, message: object, error: Exception) -> None:
         """After an error with message `number` here, check that every rank had one, so that all are in step again.
-
-        `message` is sent to them to report it. Raises RankLost if one had none, since ranks then wait within a pass.
-        """
+        `message` is sent to them to report it. Raises RankLost if one had none, since ranks then wait within a pass."""
         if self.lost is not None:
             self.end(error)
         self._send(message)

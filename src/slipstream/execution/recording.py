@@ -289,9 +289,7 @@ def record(
     tried: tuple[Sequence[int], Sequence[int]] = TRIED,
 ) -> Recording:
     """Record a function of inputs, nested tuples, lists and dictionaries of tensors; the tensors in `sizes` vary.
-
-    `copy` is the number of the instruction that copies. Raises Unrecordable if that is not possible.
-    """
+    `copy` is the number of the instruction that copies. Raises Unrecordable if that is not possible."""
     varying = {id(tensor): dims for tensor, dims in sizes}
     names = tuple(dict.fromkeys(name for dims in varying.values() for name in dims.values()))
     if len(names) > len(tried[0]):
@@ -335,9 +333,7 @@ def _compared(
     names: tuple[str, ...], tried: Sequence[tuple[int, int]], first: Recording, second: Recording
 ) -> Recording:
     """Return the first of two recordings with numbers that grew as products. Raises Unrecordable for other steps.
-
-    `tried` are the sizes of both, by name.
-    """
+    `tried` are the sizes of both, by name."""
     sums = sums_of(first.steps, second.steps, tried)
     growth = growth_of([*tried, *((tried[place][0] + more, tried[place][1] + more) for place, more in sums)])
 

@@ -39,9 +39,7 @@ ChooseCodes = Callable[[Sequence[str]], Iterable[tuple[str, Codes]]]
 
 class Stretch:
     """Memory for all weights of a model in one piece, in huge pages where the system has them.
-
-    A pass, which reads all weights in order, is a tenth to a fifth faster than over many small pages.
-    """
+    A pass, which reads all weights in order, is a tenth to a fifth faster than over many small pages."""
 
     def __init__(self, size: int) -> None:
         """Reserve room for `size` bytes; pages that are never written cost nothing."""
@@ -127,9 +125,7 @@ class _InCodes(nn.Module):
 
 class QuantizedLinear(_InCodes, PackedLinear):
     """A quantized linear layer by our own kernel: whole numbers with a scale for each group.
-
-    It reads half or a quarter of the memory.
-    """
+    It reads half or a quarter of the memory."""
 
     order: Tensor | None
     weight: Tensor
@@ -175,9 +171,7 @@ def inputs_as_they_are(model: nn.Module) -> Iterator[bool]:
 
 class QuantizedEmbedding(_InCodes):
     """Input embeddings that stay quantized: tokens (...) -> (..., width), dequantized row by row.
-
-    Those of a tied head are the head's panels, so that they take no memory.
-    """
+    Those of a tied head are the head's panels, so that they take no memory."""
 
     scale: Tensor | None
 

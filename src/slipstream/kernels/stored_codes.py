@@ -56,9 +56,7 @@ class StoredFormat:
 
 def stored_format(settings: Mapping[str, Any]) -> StoredFormat | None:
     """Return the format that a `quantization_config` describes; None for methods that are not read here.
-
-    Raises UnreadFormat, whose message is only the fault, for variants of a method that are not read.
-    """
+    Raises UnreadFormat, whose message is only the fault, for variants of a method that are not read."""
     make = METHODS.get(str(settings.get("quant_method")))
     return make(settings) if make else None
 
@@ -182,9 +180,7 @@ def _order(groups: Tensor, size: int) -> Tensor | None:
 
 def _width(size: int, count: int) -> int:
     """Return the size of the kernel's groups for `count` stored groups of `size` inputs: the same, or a divisor.
-
-    A single stored group may end within a group of the kernel.
-    """
+    A single stored group may end within a group of the kernel."""
     if count == 1:
         return max(each for each in GROUPS if each <= max(size, GROUPS[0]))
     fitting = [each for each in GROUPS if size % each == 0]

@@ -112,9 +112,7 @@ class PassRunner:
 
     def _eager(self, work: Pass, keep: int | Tensor) -> Tensor:
         """Call the model on a pass -> logits of the positions `keep`, or of that many last ones (0: of all).
-
-        Models that cannot leave out logits return all of them.
-        """
+        Models that cannot leave out logits return all of them."""
         with ExitStack() as watched:
             seen = [(states, watched.enter_context(states.watching())) for states in self.recorded]
             out = self._call(

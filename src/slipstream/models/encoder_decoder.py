@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,9 +33,7 @@ States = list[tuple[Tensor, Tensor]]
 @dataclass
 class Where:
     """The positions (rows, n) of the running pass, and the distances (rows, n, end) to everything in the cache.
-
-    Both are None outside of our passes.
-    """
+    Both are None outside of our passes."""
 
     own: Tensor | None = None
     back: Tensor | None = None
@@ -71,9 +70,7 @@ class RowPositions(nn.Module):
 
 class RowBias:
     """Replaces `compute_bias` of T5's attention by the bias of every row's own distances.
-
-    All distances from `relative_attention_max_distance` on share one bucket, so a table by distance holds them all.
-    """
+    All distances from `relative_attention_max_distance` on share one bucket, so a table by distance holds them all."""
 
     def __init__(self, attention: nn.Module, where: Where) -> None:
         self.attention: Any = attention
@@ -90,19 +87,11 @@ class RowBias:
         return self.table[self.where.back.clamp(0, far)].permute(0, 3, 1, 2)
 
 
-@dataclass
-class _Layer:
-    """Keys and values of a layer of cross-attention, with the names that models use."""
-
-    keys: Tensor
-    values: Tensor
-
-
 class _SelfAndCross(EncoderDecoderCache):
     """A cache of self-attention, with keys and values of cross-attention that were computed before."""
 
     def __init__(self, own: Cache, ready: States) -> None:
-        super().__init__(own, _FixedCache(layers=[_Layer(keys, values) for keys, values in ready]))
+        super().__init__(own, _FixedCache(layers=[SimpleNamespace(keys=keys, values=values) for keys, values in ready]))
         self.is_updated = dict.fromkeys(range(len(ready)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -61,9 +61,7 @@ class Probed(HasModel, Protocol):
 
 def refuse_dependence_on_passes(config: Any, name: str) -> None:
     """Raise ValueError for a model whose logits depend on how a text is divided into passes, by its text configuration.
-
-    Often by less than a trial could tell from rounding.
-    """
+    Often by less than a trial could tell from rounding."""
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
         raise ValueError(
             f"{name} keeps the keys of its last loop only, so that earlier loops see other keys of the tokens in a "
@@ -122,9 +120,7 @@ def probe(scorer: Probed, kind: str) -> None:
 
 def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits (rows, 2, vocab) of the last two tokens of each text, after rolling back wrong drafts.
-
-    In the first row drafts are wrong from their first token on, in the others after it.
-    """
+    In the first row drafts are wrong from their first token on, in the others after it."""
     wrong = scorer.vocab - 1
 
     def feed(rows: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:

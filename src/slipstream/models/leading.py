@@ -218,9 +218,7 @@ def _without_pass(method: str) -> Callable[..., Any]:
 
 class LeadingScorer:
     """A model divided among several ranks, on rank 0 (see `core.protocols.Scorer` for the contract and the shapes).
-
-    Every method may raise RankLost; after that, all methods that run a pass raise it.
-    """
+    Every method may raise RankLost; after that, all methods that run a pass raise it."""
 
     execution = None  # passes run eagerly, since they contain the exchange between ranks
 

@@ -33,9 +33,7 @@ ROW_FREE = PREFIX_FREE | {
 @dataclass(frozen=True)
 class Prompt:
     """The tokens of a prompt, and the form in which `generate` would pass a text that begins with them to processors.
-
-    It passes `head`, then the text without its first `hidden` tokens: usually the padding, and the whole text.
-    """
+    It passes `head`, then the text without its first `hidden` tokens: usually the padding, and the whole text."""
 
     tokens: tuple[int, ...]
     head: tuple[int, ...] = ()
@@ -51,9 +49,7 @@ class Prompt:
 @dataclass(frozen=True, eq=False)
 class _InBatch:
     """Calls a processor with what `generate` would pass: the row with its padding, among as many rows as the batch has.
-
-    The other rows are copies of this one, so that a processor finds what it keeps per row at the right place.
-    """
+    The other rows are copies of this one, so that a processor finds what it keeps per row at the right place."""
 
     processor: Processor
     batch: Batch

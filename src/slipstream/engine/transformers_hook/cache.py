@@ -43,9 +43,7 @@ def refuse_cache(cache: Any, rows: int, width: int) -> None:
 @dataclass(frozen=True, eq=False)
 class ReadPrompt:
     """A batch of prompts in transformers' cache, with the logits (rows, 1, vocab) of what comes next.
-
-    `pads[r]` of the `width` places of row r are padding; `inputs` are what `generate` keeps for the model's calls.
-    """
+    `pads[r]` of the `width` places of row r are padding; `inputs` are what `generate` keeps for the model's calls."""
 
     model: PreTrainedModel
     inputs: dict[str, Any]
@@ -73,9 +71,7 @@ class ReadPrompt:
 
     def take_in(self, sequences: Tensor, count: int, context: int | None) -> None:
         """Read emitted tokens into the cache, as `generate` leaves it: sequences (rows, length) without the last token.
-
-        `count` tokens were emitted; rows that have ended are padded, as they are for `generate`.
-        """
+        `count` tokens were emitted; rows that have ended are padded, as they are for `generate`."""
         if count < 2:
             return
         inputs: dict[str, Any] = {**self.inputs, CACHE: self.cache}

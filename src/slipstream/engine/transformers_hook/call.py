@@ -112,9 +112,7 @@ def refuse_inputs(processors: Sequence[Processor], model_kwargs: dict[str, Any])
 @dataclass(frozen=True, eq=False)
 class Opening:
     """The beginning of decoding: a prompt for each row, and whether the model itself has to read them.
-
-    The first `pads[r]` places of row r are padding; `inputs` are what `generate` keeps for the model's calls.
-    """
+    The first `pads[r]` places of row r are padding; `inputs` are what `generate` keeps for the model's calls."""
 
     prompts: list[Prompt]
     pads: list[int]
@@ -172,9 +170,7 @@ def _prompts(
 
 def _after_healing(model: PreTrainedModel, inputs: dict[str, Any], width: int) -> Tensor | None:
     """Return positions for a prompt of `width` tokens: `generate` keeps those of the prompt before token healing.
-
-    They are too high where healing has made the prompt shorter, which changes nothing for rotary positions.
-    """
+    They are too high where healing has made the prompt shorter, which changes nothing for rotary positions."""
     positions = inputs.get("position_ids")
     if positions is None or positions.shape[-1] == width:
         return positions

@@ -59,9 +59,7 @@ def beams_of(config: Any) -> Beams | None:
 
 class BeamCall:
     """One call of `generate` with beams: input_ids (prompts * num_beams, width) -> (prompts * texts, longest).
-
-    Raises ValueError for what cannot be honoured: a prompt that is embeddings or lies in a cache, logits.
-    """
+    Raises ValueError for what cannot be honoured: a prompt that is embeddings or lies in a cache, logits."""
 
     def __init__(
         self,
@@ -304,9 +302,7 @@ def _after_prompts(
     read: ReadPrompt | None, decoder: Decoder, requests: Sequence[Request], rows: Sequence[int] | None = None
 ) -> Decoder:
     """Return a decoder whose target continues prompts that the model itself has read; `decoder` if `read` is None.
-
-    `requests` are those of `rows`, whose texts have grown since (None: of all rows, whose texts have not).
-    """
+    `requests` are those of `rows`, whose texts have grown since (None: of all rows, whose texts have not)."""
     if read is None:
         return decoder
     counts = [len(request.prompt) for request in requests]

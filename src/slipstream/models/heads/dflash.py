@@ -51,9 +51,7 @@ def load_dflash(source: str | Path, target: Any) -> Any:
 
 class DFlashScorer(OnTargetStates):
     """A DFlash network and its cache (see `core.protocols.Scorer` for the contract). Chains only.
-
-    Its cache holds the target's states of all tokens but the pending one.
-    """
+    Its cache holds the target's states of all tokens but the pending one."""
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
         if not isinstance(target, RecordsStates):
@@ -89,9 +87,7 @@ class DFlashScorer(OnTargetStates):
 
     def _pass(self, counts: Sequence[int], noise: Tensor) -> Tensor:
         """Run the network on `counts[r]` states of the target, then noise (rows, n) -> states (rows, n, width).
-
-        Rows with fewer states than others have a gap before their noise, which is masked.
-        """
+        Rows with fewer states than others have a gap before their noise, which is masked."""
         wide, texts = max(counts), self._memory.texts
         slots = texts.place(wide + noise.shape[1]).to(self.device)
         starts, new = slots[:, :1], torch.tensor(list(counts), device=self.device)[:, None]

@@ -34,6 +34,8 @@ LAYERS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
 WEIGHTS, SCALE = Precision.named("int8"), "_scale"
 """The precision of weights that are stored as whole numbers, and what the names of their scales end with."""
 
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # switches, off by default
+
 WRITE = "give a folder or a hub name of an EAGLE-3 draft in the format of speculators or SpecForge"
 
 
@@ -75,10 +77,7 @@ class Eagle3Settings:
             draft_vocab=inner.get("draft_vocab_size") or config.vocab_size,
             target_width=inner.get("target_hidden_size") or config.hidden_size,
             aux=tuple(aux) if aux else None,
-            norm_before_residual=bool(inner.get("norm_before_residual", False)),
-            norm_before_fc=bool(inner.get("norm_before_fc", False)),
-            fc_norm=bool(inner.get("fc_norm", False)),
-            norm_output=bool(inner.get("norm_output", False)),
+            **{name: bool(inner.get(name)) for name in NORMS},
         )
 
     def places(self, layers: int) -> tuple[int, ...]:
@@ -113,9 +112,7 @@ class FirstLayer(nn.Module):
 
 class Eagle3(nn.Module):
     """The network of an EAGLE-3 draft, with parameters named as in checkpoints.
-
-    It uses the target's `lm_head` or `embed_tokens` if its checkpoint has none.
-    """
+    It uses the target's `lm_head` or `embed_tokens` if its checkpoint has none."""
 
     depth = 1
     targets: Tensor  # (draft vocabulary,): the target's id of each token of the draft

@@ -50,9 +50,7 @@ class HiddenStates:
     @contextmanager
     def watching(self) -> Iterator[dict[int, Tensor]]:
         """Yield a dictionary that a pass in the block fills with the states at every place.
-
-        The hooks for it are removed afterwards, since graphs may be made of the model.
-        """
+        The hooks for it are removed afterwards, since graphs may be made of the model."""
         seen: dict[int, Tensor] = {}
         hooks = [self._hook(place, seen) for place in set(self.places)]
         try:
@@ -90,9 +88,7 @@ class HiddenStates:
 
     def of(self, tokens: Tensor) -> Tensor:
         """Return the states (rows, n, width) of tokens (rows, n), counted from 0, of the first rows.
-
-        States of tokens that a row does not hold are meaningless.
-        """
+        States of tokens that a row does not hold are meaningless."""
         lengths = torch.tensor(self.lengths[: len(tokens)], device=tokens.device)[:, None]
         states = self.memory.texts.look(self._number, tokens.minimum(lengths - 1).clamp(min=0))
         return torch.zeros(*tokens.shape, self._width, device=tokens.device) if states is None else states

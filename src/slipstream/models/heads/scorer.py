@@ -57,9 +57,7 @@ class Behind:
 
 class Head(Protocol):
     """A network of `depth` layers that take turns: each drafts one token from the previous layer's states.
-
-    For tokens after those, the last layer goes on with its own states. `places` are those of `HiddenStates`.
-    """
+    For tokens after those, the last layer goes on with its own states. `places` are those of `HiddenStates`."""
 
     @property
     def depth(self) -> int: ...
@@ -91,9 +89,7 @@ class Head(Protocol):
 @dataclass(frozen=True)
 class HeadNetwork:
     """A network on hidden states that drafts in a graph: step one reads the target's states, later ones its own.
-
-    The target's are (rows, fed, places, width), its own are (rows, 1, width).
-    """
+    The target's are (rows, fed, places, width), its own are (rows, 1, width)."""
 
     head: Head
 
@@ -144,9 +140,7 @@ class OnTargetStates(OnMemory):
 @dataclass
 class _RoundTokens:
     """The tokens (rows, n) that a round began with, of which `counts` are real.
-
-    `made` are the states that the last of the `layers` layers run so far made of them.
-    """
+    `made` are the states that the last of the `layers` layers run so far made of them."""
 
     tokens: Tensor
     counts: list[int]
@@ -156,9 +150,7 @@ class _RoundTokens:
 
 class HeadScorer(OnTargetStates):
     """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
-
-    `rollback` also drops what was not read with the target's states.
-    """
+    `rollback` also drops what was not read with the target's states."""
 
     def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
         super().__init__(target, head.places, head.vocab, name)
@@ -189,9 +181,7 @@ class HeadScorer(OnTargetStates):
     @torch.inference_mode()
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         """Feed texts whose tokens the target has read.
-
-        Layer k reads the token k places later; places where that token is not known yet are not kept.
-        """
+        Layer k reads the token k places later; places where that token is not known yet are not kept."""
         assert first == 0, "a draft has the rows that run, and no others"
         ahead = self.head.depth - 1
         for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):

@@ -73,9 +73,7 @@ def read_adapter(adapter: Any) -> str:
 
 def with_adapter(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel:
     """Merge an adapter, by its folder or hub name, into the model's own weights, and return the model.
-
-    What peft has to say about it becomes `model.notes`. Raises ValueError in one sentence if it cannot be merged.
-    """
+    What peft has to say about it becomes `model.notes`. Raises ValueError in one sentence if it cannot be merged."""
     place, notes = read_adapter(adapter), list(getattr(model, "notes", ()))
     from peft import PeftConfig, PeftModel, load_peft_weights
 

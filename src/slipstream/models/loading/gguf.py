@@ -28,9 +28,7 @@ from slipstream.models.loading.quantized import INT8, PLACED_OTHERWISE, Loaded, 
 @dataclass(frozen=True)
 class BlockFormat:
     """A format of blocks of `inputs`, of which every `group` has its own scale, and perhaps an offset.
-
-    Codes of ours of `bits` hold its codes. Scales are float16, or bfloat16 where they are powers of two.
-    """
+    Codes of ours of `bits` hold its codes. Scales are float16, or bfloat16 where they are powers of two."""
 
     number: int
     bits: int

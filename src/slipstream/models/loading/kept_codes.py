@@ -45,9 +45,7 @@ DAMPING = 0.01
 
 def spreading(products: Tensor) -> Tensor:
     """Return the factor (inputs, inputs) by which later inputs compensate the errors of earlier ones.
-
-    It is the upper Cholesky factor of the inverse of `products`, the sum of x x^T over the tokens of a text.
-    """
+    It is the upper Cholesky factor of the inverse of `products`, the sum of x x^T over the tokens of a text."""
     full, diagonal = products.clone(), products.diagonal()
     full.diagonal().add_(DAMPING * float(diagonal.mean()) + (diagonal == 0).to(full.dtype))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
@@ -207,9 +205,7 @@ def file_for(model: PreTrainedModel, precision: Precision) -> Path | None:
 
 def find(file: Path, layers: Sequence[str]) -> dict[str, Tensor] | None:
     """Return the tensors of a file, which are to be those of the named layers, mapped into memory.
-
-    Returns None if there is no such file, or, with a warning, if it is damaged.
-    """
+    Returns None if there is no such file, or, with a warning, if it is damaged."""
     if not file.exists():
         return None
     try:

@@ -88,9 +88,7 @@ def _read(
     kind: Any, origin: Origin, place: torch.device, dtype: str | torch.dtype, reading: Reading, options: dict[str, Any]
 ) -> Loaded:
     """Return a model and transformers' loading report; quantized weights keep their codes if their format is read.
-
-    Raises ValueError, whose message is only the fault, if they are to be read in another way and cannot be.
-    """
+    Raises ValueError, whose message is only the fault, if they are to be read in another way and cannot be."""
     try:
         stored = stored_quantization(origin, place, options)
         if stored:

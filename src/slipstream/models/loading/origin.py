@@ -17,9 +17,7 @@ from slipstream.models.loading.pairings import located
 @dataclass(frozen=True)
 class Origin:
     """The `source` of a model as the user gave it, and the `place` and `options` that `from_pretrained` gets for it.
-
-    The `adapter` that is merged into its weights is a folder or a hub name.
-    """
+    The `adapter` that is merged into its weights is a folder or a hub name."""
 
     source: str | Path
     place: str | Path

@@ -14,9 +14,7 @@ EMBEDDED = Path(__file__).parents[2] / "demo"
 @dataclass(frozen=True)
 class Pairing:
     """A target with a short name, and the draft and type of weights that it has unless others are asked for.
-
-    It is the .gguf file in a Python package if that is installed, else `place`, a folder or a hub name.
-    """
+    It is the .gguf file in a Python package if that is installed, else `place`, a folder or a hub name."""
 
     place: str | Path
     draft: str

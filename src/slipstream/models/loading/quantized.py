@@ -54,9 +54,7 @@ Loaded = tuple[PreTrainedModel, dict[str, Any]]  # a model, and transformers' lo
 
 def stored_quantization(origin: Origin, place: torch.device, options: dict[str, Any]) -> StoredFormat | None:
     """Return the format of a checkpoint's quantized weights if our kernel can read them, on a CPU; otherwise None.
-
-    Raises UnreadFormat, whose message is only the fault, for variants of a method that are not read.
-    """
+    Raises UnreadFormat, whose message is only the fault, for variants of a method that are not read."""
     if place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
     config = origin.config()
@@ -67,9 +65,7 @@ def stored_quantization(origin: Origin, place: torch.device, options: dict[str, 
 
 def leave_to_transformers(origin: Origin, unread: UnreadFormat) -> None:
     """Warn that transformers, not our kernel, reads a checkpoint.
-
-    Raises ValueError, whose message is only the fault, if the packages that transformers needs are not installed.
-    """
+    Raises ValueError, whose message is only the fault, if the packages that transformers needs are not installed."""
     config = origin.config()
     packages = PACKAGES[config.quantization_config["quant_method"]]
     names = " ".join(packages)

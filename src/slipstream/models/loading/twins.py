@@ -39,9 +39,7 @@ from slipstream.models.recurrent.calls import calls_of
 
 def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None) -> PreTrainedModel:
     """Return a twin of the model with packed weights, except those of the layer `keep`.
-
-    The model itself is returned if its layers do not run packed, or, with a warning, if the twin gives other logits.
-    """
+    The model itself is returned if its layers do not run packed, or, with a warning, if the twin gives other logits."""
     twin = packed(model, keep)
     if is_proven(model):
         return twin
@@ -118,9 +116,7 @@ CAP = "final_logit_softcapping"
 
 class CutHead(nn.Module):
     """A head for some tokens of a vocabulary: hidden states (..., width) -> logits (..., vocab), -inf for the others.
-
-    The linear layer `known` computes the kept tokens' logits, and is packed or quantized as other linear layers are.
-    """
+    The linear layer `known` computes the kept tokens' logits, and is packed or quantized as other linear layers are."""
 
     kept: Tensor
 
@@ -148,9 +144,7 @@ class CutHead(nn.Module):
 @torch.no_grad()
 def with_kept_tokens(model: PreTrainedModel, name: str, kept: Tensor) -> PreTrainedModel:
     """Return a twin of the model whose head is cut to the tokens `kept` (n,), and which shares all else with it.
-
-    The model may be packed. Raises ValueError in one sentence if its logits do not come from its head alone.
-    """
+    The model may be packed. Raises ValueError in one sentence if its logits do not come from its head alone."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{name} has no head whose tokens could be counted out: leave draft_vocab out.")

@@ -125,9 +125,7 @@ def _placeholder(modality: Modality, *places: Any) -> int | None:
 
 def run_with_media(model: Any, text: Sequence[int], media: Media, **options: Any) -> tuple[Any, int]:
     """Run a pass over a whole text with its media, as `generate` does -> its output, and the shift of later positions.
-
-    The shift is by how much the positions of later tokens differ from their indices in the text.
-    """
+    The shift is by how much the positions of later tokens differ from their indices in the text."""
     counting = [part for part in model.modules() if hasattr(part, "rope_deltas")]
     for part in counting:
         part.rope_deltas = None  # it belongs to the text that was read before
@@ -157,9 +155,7 @@ TokensAndMedia = tuple[tuple[int, ...], Media | None]
 @dataclass(frozen=True)
 class MediaProcessor:
     """Converts texts with images and sounds to token ids and media, with the model's own processor of transformers.
-
-    `placeholders` are the ids of the placeholder tokens of the modalities that it reads.
-    """
+    `placeholders` are the ids of the placeholder tokens of the modalities that it reads."""
 
     processor: Any
     config: Any
@@ -276,9 +272,7 @@ def proven_modalities(model: Any) -> frozenset[Modality]:
 
 def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> None:
     """Check a model on a small picture or a short sound: draft wrong tokens, roll back, and compare with fresh logits.
-
-    Raises ValueError, with a message that does not name the model, if the logits differ or the trial fails.
-    """
+    Raises ValueError, with a message that does not name the model, if the logits differ or the trial fails."""
     if modality in proven_modalities(scorer.model):
         return
     what = {Modality.IMAGE: "a picture", Modality.AUDIO: "a sound"}[modality]
@@ -294,7 +288,12 @@ def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> Non
 
 @torch.inference_mode()
 def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[float, float]:
-    prompt, media = processor.text("one two three", {modality: [_example(processor, modality)]})
+    if modality is Modality.IMAGE:  # one that gets brighter from top to bottom
+        example = np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
+    else:  # one second of a rising tone
+        seconds = np.arange(processor.rate, dtype=np.float32) / processor.rate
+        example = np.sin(2 * np.pi * (200 + 400 * seconds) * seconds).astype(np.float32)
+    prompt, media = processor.text("one two three", {modality: [example]})
     if media is None:
         raise ValueError("its processor makes nothing of it")
     again = prompt[-2]  # a token of the text: the first one may be a placeholder
@@ -308,11 +307,3 @@ def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[fl
     ours.append(scorer.extend(torch.tensor([[again]], device=scorer.device), [1])[0, :1])
     fresh, _ = run_with_media(scorer.model, [*prompt, again], media)
     return spread_gap(torch.cat(ours).float(), fresh.logits[0, -2:].float()), allowed_gap(scorer.model.dtype)
-
-
-def _example(processor: MediaProcessor, modality: Modality) -> np.ndarray:
-    """Return an image (64, 64, 3) that gets brighter from top to bottom, or one second of a rising tone (n,)."""
-    if modality is Modality.IMAGE:
-        return np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
-    seconds = np.arange(processor.rate, dtype=np.float32) / processor.rate
-    return np.sin(2 * np.pi * (200 + 400 * seconds) * seconds).astype(np.float32)

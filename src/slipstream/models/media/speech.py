@@ -57,17 +57,13 @@ class SpeechInput:
 
     def time_rules(self, begin: int) -> Any:
         """Return Whisper's rules for times after `begin` tokens of the decoder, as a logits processor.
-
-        Times come in pairs, do not go back, and are written where together they are more probable than any word.
-        """
+        Times come in pairs, do not go back, and are written where together they are more probable than any word."""
         assert self.stamps
         return WhisperTimeStampLogitsProcessor(self.settings, begin)
 
     def decoder_prompt(self, language: str | None, task: str, timestamps: bool = False) -> tuple[int, ...]:
         """Return the decoder's tokens after its first: language, task, and without `timestamps` the one against times.
-
-        Without a language, English is taken. Raises ValueError for a language that the model does not have.
-        """
+        Without a language, English is taken. Raises ValueError for a language that the model does not have."""
         languages = getattr(self.settings, "lang_to_id", None)
         silent = None if timestamps else getattr(self.settings, "no_timestamps_token_id", None)
         if not languages:

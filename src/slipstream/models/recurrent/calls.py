@@ -49,9 +49,7 @@ def calls_of(model: PreTrainedModel) -> Calls:
 
 class CausalCalls:
     """Calls a causal language model, whose first pass over a row reads its images or sounds, too.
-
-    `extra_inputs` are what the model reads besides the tokens: what `read` returns, or a row's media.
-    """
+    `extra_inputs` are what the model reads besides the tokens: what `read` returns, or a row's media."""
 
     form: SourceForm | None = None
     joins_rows = True  # rows can share a pass
@@ -84,9 +82,7 @@ class CausalCalls:
 
     def alone(self, text: Sequence[int], source: Source | None) -> Tensor:
         """Return the logits (1, n, vocab) of one text by the model itself, without cache.
-
-        Positions are given as `generate` gives them: some models count from another number without them.
-        """
+        Positions are given as `generate` gives them: some models count from another number without them."""
         device = input_device(self.model)
         tokens, places = torch.tensor([text], device=device), torch.arange(len(text), device=device)[None]
         positions = {"position_ids": places} if self.takes_positions else {}

@@ -81,9 +81,7 @@ class GatedDeltaRule:
 
 def _solved(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, start: Tensor) -> Tensor:
     """Return the state after the tokens of one row, from inputs (heads, count, ...).
-
-    The u_t solve a triangular system, so the state is read and written once.
-    """
+    The u_t solve a triangular system, so the state is read and written once."""
     total = decays.cumsum(-1)  # (heads, count)
     since = (total[:, :, None] - total[:, None, :]).exp()  # the part of the input at i that is left at t
     strengths = strengths[..., None]
@@ -162,9 +160,7 @@ def record(recurrence: Recurrence) -> None:
 
 def _gated_delta_rule(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute and record the gated delta rule -> outputs, and the state after the tokens.
-
-    The state is None where our kernel computes it later, for the accepted tokens (see `Recurrence.state_after`).
-    """
+    The state is None where our kernel computes it later, for the accepted tokens (see `Recurrence.state_after`)."""
     rule = GatedDeltaRule.of(arguments)
     record(rule)
     if by_kernel(rule.start, rule.values.shape[1]):
@@ -194,9 +190,7 @@ def _state_space_step(function: Callable[..., Any], arguments: dict[str, Any]) -
 
 def _one_of_several(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments of transformers' function for a single token to those of its function for several.
-
-    In the former every number of a head is repeated for each of its elements.
-    """
+    In the former every number of a head is repeated for each of its elements."""
     every = {name: arguments[name][:, 0] for name in ("D", "dt_bias") if arguments.get(name) is not None}
     read = {name: arguments[name][:, None] for name in ("hidden_states", "B", "C")}
     steps = {
@@ -209,9 +203,7 @@ def _one_of_several(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _short_chunks(arguments: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
     """Return the arguments with a chunk size no greater than the pass.
-
-    On CPUs, padding the few tokens of a round to 64 or 256, as transformers does, took half of its time.
-    """
+    On CPUs, padding the few tokens of a round to 64 or 256, as transformers does, took half of its time."""
     count, size = tokens.shape[1], arguments.get("chunk_size", CHUNK)
     return {**arguments, "chunk_size": count} if tokens.device.type == "cpu" and count < size else arguments
 
@@ -232,9 +224,7 @@ def _convolution(function: Callable[..., Any], arguments: dict[str, Any]) -> Ten
 
 class Recorded(NamedTuple):
     """The replacement of a function of transformers in recorded passes: `compute` takes the arguments by name.
-
-    `names` are those of its positional arguments.
-    """
+    `names` are those of its positional arguments."""
 
     compute: Callable[[Callable[..., Any], dict[str, Any]], Any]
     names: tuple[str, ...]
@@ -280,9 +270,7 @@ def observe(model: nn.Module) -> None:
 @contextmanager
 def recording() -> Iterator[list[Recurrence]]:
     """Record the recurrences that this thread computes in the block, in a list that grows during it.
-
-    A recording around this one receives none of them.
-    """
+    A recording around this one receives none of them."""
     recurrences: list[Recurrence] = []
     before, _recorders.recurrences = _recorders.recurrences, recurrences
     try:
