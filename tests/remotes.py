@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.core.protocols import Drafter
-from slipstream.drafters.remote.address import Settings
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.frames import HEAD, Frame, FrameType, decode_body, decode_head, encode
 from slipstream.drafters.remote.hello import VocabularySketch
-from slipstream.drafters.remote.link import DraftConnection, Missed
+from slipstream.drafters.remote.link import DraftConnection, Missed, Settings
 from slipstream.drafters.remote.messages import AskRow, DraftRow, OpenRow, draft_frame, read_ask
 from slipstream.serve.drafts.rows import DraftRows
 from slipstream.serve.drafts.server import DraftServer, DraftSettings

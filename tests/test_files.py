@@ -23,7 +23,7 @@ from slipstream import files
 from slipstream.core.model_options import ModelOptions
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.heads import ParallelHeads, Sizes
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import NgramModel
 from slipstream.engine import plan_file
 from slipstream.engine.plan_file import Plan
 from slipstream.files import (

@@ -105,7 +105,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "pydantic": ("serve.*",),
     "uvicorn": ("serve.server",),
     "prometheus_client": ("serve.metrics", "serve.routes.models"),
-    "httpx": ("serve.batch.run", "serve.media"),
+    "httpx": ("serve.batch.run", "serve.chats"),
     "pyarrow": ("serve.batch.lines", "serve.batch.journal"),
     "ray": ("serve.batch.cluster", "serve.cluster.*"),
     "soundfile": ("engine.sounds",),

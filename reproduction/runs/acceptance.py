@@ -20,7 +20,7 @@ from slipstream.core.protocols import Scorer
 from slipstream.core.request import Request, Row
 from slipstream.decoding import acceptance
 from slipstream.decoding.generate import generate, succeeded
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import NgramModel
 from slipstream.measure.environment import environment
 from slipstream.measure.replay import plain_law, replay
 

@@ -17,9 +17,8 @@ from transformers import GenerationConfig
 
 import slipstream
 from processes import Command
-from slipstream.serve.batch.forms import ServerReply
 from slipstream.serve.batch.journal import Journal
-from slipstream.serve.batch.lines import BatchLine
+from slipstream.serve.batch.lines import BatchLine, ServerReply
 from terminal import run
 from test_house import SERVER
 

@@ -17,7 +17,7 @@ from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import CORPUS, MEMORY
 from slipstream.drafters.datastore.memory import ResponseMemory
 from slipstream.drafters.heads import FILE, ParallelHeads
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import NgramModel
 from slipstream.models.loading import load as models
 from slipstream.training.heads import STATE, HeadTrainer
 from slipstream.training.trainer import Progress, Watch

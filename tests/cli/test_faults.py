@@ -21,7 +21,7 @@ import pytest
 from slipstream.cli import app as cli
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.heads import ParallelHeads
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import NgramModel
 from slipstream.engine.plan_file import Plan
 from slipstream.files import Picture
 from terminal import run

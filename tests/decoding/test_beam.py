@@ -31,8 +31,7 @@ from slipstream.drafters.copying import sure
 from slipstream.drafters.heads import HeadsDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.ngram import Ngram
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.quantization import Precision

@@ -24,7 +24,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.ahead import AheadDrafter, ExpectedText, ahead_or_waiting
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.load import load
-from slipstream.serve.drafts.build import build
+from slipstream.serve.drafts.server import build
 from toys.drafts import AtOnce
 from toys.enumeration import EXACT, WRONG, NumberedScript, SharedScript, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, VOCAB, Table, TableScorer, plain_law, scorer

@@ -25,7 +25,7 @@ from slipstream.decoding.generate import generate
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.drafters import specification as drafting
 from slipstream.drafters.build_context import BuildContext
-from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
+from slipstream.drafters.heads import DFlashDrafter, HeadDrafter
 from slipstream.execution import backends, cuda_graphs, graphs
 from slipstream.execution.backends import Native
 from slipstream.execution.cuda_graphs import Captured

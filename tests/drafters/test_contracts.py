@@ -22,15 +22,13 @@ from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
 from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.chain import ChainDrafter
-from slipstream.drafters.checkpoint_heads import HeadDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
-from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
+from slipstream.drafters.heads import HeadDrafter, HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.ngram import Ngram
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.same_rows import exit_drafter
 from slipstream.drafters.tree import TreeDrafter

@@ -22,8 +22,8 @@ from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, rounds
+from slipstream.drafters.copying import DEPTH, SuffixAutomaton
 from slipstream.drafters.lookup import Lookup
-from slipstream.drafters.suffix_automaton import DEPTH, SuffixAutomaton
 from toys.drafts import Altered, drafted, flat, law_distance, propose
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, VOCAB, dirichlet_table, plain_law, scorer

@@ -29,8 +29,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters import ngram_model as ngram
-from slipstream.drafters.ngram import Ngram
-from slipstream.drafters.ngram_model import FALLBACK, NgramModel, OnlineCounts, Table, discounts
+from slipstream.drafters.ngram import FALLBACK, Ngram, NgramModel, OnlineCounts, Table, discounts
 from slipstream.files import TensorFileKind, save_tensors
 from toys.drafts import Altered, law_distance, propose
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation

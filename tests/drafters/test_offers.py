@@ -10,8 +10,8 @@ import pytest
 
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.kinds import KINDS
-from slipstream.drafters.ngram_model import NgramModel
-from slipstream.drafters.offers import Offer, offers, tried
+from slipstream.drafters.ngram import NgramModel
+from slipstream.drafters.specification import Offer, offers, tried
 from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys.tables import dirichlet_table, scorer

@@ -18,8 +18,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
-from slipstream.drafters.heads import HeadsDrafter
+from slipstream.drafters.heads import DFlashDrafter, HeadDrafter, HeadsDrafter
 from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision

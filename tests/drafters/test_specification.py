@@ -14,8 +14,7 @@ from slipstream.drafters.choice import Bandit, Choice
 from slipstream.drafters.kinds import KINDS
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.ngram import Ngram
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.specification import Chain, DrafterTerm, OneOf, drafter, parse
 from slipstream.drafters.tree import TreeDrafter

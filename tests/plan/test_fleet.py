@@ -13,8 +13,7 @@ import pytest
 
 from slipstream.core.model_options import ModelOptions
 from slipstream.engine.plan_file import Plan
-from slipstream.plan.fleet import Pace, paces, simulate
-from slipstream.plan.traces import Arrival, multiplied, read_trace
+from slipstream.plan.fleet import Arrival, Pace, multiplied, paces, read_trace, simulate
 from terminal import run
 
 

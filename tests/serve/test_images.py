@@ -15,7 +15,7 @@ import pytest
 
 import slipstream
 from serve.conftest import ServerProcess
-from slipstream.serve.media import check_host, fetch
+from slipstream.serve.chats import check_host, fetch
 from slipstream.serve.settings import ServeSettings
 from visions import data_url, picture, png, save_llava
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from serve.conftest import ServerProcess
-from slipstream.serve.infill import Infill
+from slipstream.serve.routes.infill import Infill
 from slipstream.serve.schema import ExtraFile
 from tongues import byte_level, marked
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve.conftest import ServerProcess
-from slipstream.serve.conversations import Conversations, NoSuchResponse
+from slipstream.serve.response_output import Conversations, NoSuchResponse
 from slipstream.serve.response_schema import InputMessage, ResponsesRequest
 from slipstream.serve.routes.responses import as_chat
 

@@ -88,7 +88,7 @@ class _Recorder:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = replace(
-            decoder, target=cast(Scorer, _RecordingTarget(decoder.target, self)), rng=_RecordingRng(decoder.rng, self)
+            decoder, target=cast("Scorer", _RecordingTarget(decoder.target, self)), rng=_RecordingRng(decoder.rng, self)
         )
         self.drawn: list[Drawn] = []
         self.scores: Tensor

@@ -26,8 +26,7 @@ from slipstream.files import TextFileKind, check_writable
 from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
-    from slipstream.serve.batch.forms import ServerReply
-    from slipstream.serve.batch.lines import BatchLine, Keep, LineDefaults
+    from slipstream.serve.batch.lines import BatchLine, Keep, LineDefaults, ServerReply
     from slipstream.serve.recipe import Recipe
 
 File = Annotated[
@@ -178,7 +177,7 @@ def _run(
     sink: Any,
     counts: dict[str, Any],
 ) -> int:
-    from slipstream.serve.batch.forms import refused
+    from slipstream.serve.batch.lines import refused
 
     left, began = [line for line in lines if line.index not in sink.answered], monotonic()
     with countdown(console(stderr=True), len(lines), say) as show:

@@ -115,7 +115,7 @@ def offered(context: typer.Context, drafts: Drafts = None) -> None:
     Example: slipstream draft list lookup "lookup|Qwen/Qwen2.5-0.5B" --target Qwen/Qwen2.5-7B
     """
     from slipstream.drafters.build_context import BuildContext
-    from slipstream.drafters.offers import offers
+    from slipstream.drafters.specification import offers
     from slipstream.engine.load import alone, load
 
     params = context.params

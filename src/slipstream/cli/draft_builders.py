@@ -39,7 +39,7 @@ def _target(params: dict[str, Any]) -> str:
 
 
 def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    from slipstream.drafters.ngram_model import KIND, NgramModel
+    from slipstream.drafters.ngram import KIND, NgramModel
 
     check_writable(file, KIND, params["force"], sources)
     start, (_, ids) = perf_counter(), _documents(sources, params)

@@ -30,8 +30,7 @@ def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
 
     Raises ValueError if there is no trace, or if the plan lacks figures.
     """
-    from slipstream.plan.fleet import paces, simulate
-    from slipstream.plan.traces import multiplied, read_trace
+    from slipstream.plan.fleet import multiplied, paces, read_trace, simulate
 
     if params["trace"] is None:
         raise ValueError("--replicas needs a load curve: name a CSV file with --trace.")

@@ -348,7 +348,7 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     if gamma == "auto":
         return Adaptive() if most is None else Adaptive(most)
     if is_whole(gamma):
-        return Fixed(int(cast(int, gamma)))
+        return Fixed(int(cast("int", gamma)))
     if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):
         raise OptionError("gamma", f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
     return gamma

@@ -15,23 +15,19 @@ from slipstream.core.values import switch
 from slipstream.decoding.decoder import NoDraft
 from slipstream.drafters.ahead import ahead_or_waiting
 from slipstream.drafters.build_context import BuildContext
-from slipstream.drafters.checkpoint_heads import DFlashDrafter, HeadDrafter
-from slipstream.drafters.cross_tokenizer.choose import foreign
+from slipstream.drafters.cross_tokenizer.token_intersection import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
 from slipstream.drafters.datastore.drafter import MEMORY, Datastore, DatastoreSettings, fingerprint, open_corpus
-from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder
-from slipstream.drafters.datastore.index import Embedder
+from slipstream.drafters.datastore.embedding import Embedder, InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
 from slipstream.drafters.frequent_tokens import FrequentTokens
-from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
+from slipstream.drafters.heads import DFlashDrafter, HeadDrafter, HeadsDrafter, ParallelHeads
 from slipstream.drafters.lookup import Lookup
-from slipstream.drafters.ngram import Ngram
-from slipstream.drafters.ngram_model import NgramModel
+from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.phrases import PhraseDrafter, Phrases
-from slipstream.drafters.remote.address import Settings, split_address
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.hello import VocabularySketch, read_key
-from slipstream.drafters.remote.link import DraftConnection
+from slipstream.drafters.remote.link import DraftConnection, Settings, split_address
 from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
 from slipstream.kernels.quantization import NEAREST, Precision

@@ -12,8 +12,7 @@ import sys
 
 from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
-from slipstream.drafters.copying import CopyingDrafter, source_tokens
-from slipstream.drafters.suffix_automaton import SuffixAutomaton
+from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton, source_tokens
 
 MOST = 8
 """The number of tokens copied from a prediction per round by default."""

@@ -16,8 +16,7 @@ import torch
 
 from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
-from slipstream.drafters.copying import CopyingDrafter
-from slipstream.drafters.suffix_automaton import SuffixAutomaton
+from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton
 from slipstream.files import TensorFileKind, save_tensors
 
 KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it again")

@@ -100,7 +100,7 @@ class Options(CallFields):
 
     def seeds(self, prompts: int) -> list[int]:
         if not isinstance(self.seed, tuple):
-            return [cast(int, self.seed)] * prompts
+            return [cast("int", self.seed)] * prompts
         if len(self.seed) != prompts:
             raise OptionError(
                 "seed",
@@ -119,7 +119,7 @@ class Options(CallFields):
                 f"gamma={self.gamma!r} is not possible in a batch that is shared with other calls: give a whole "
                 "number of tokens, or leave it out.",
             )
-        return cast(int | None, self.gamma)
+        return cast("int | None", self.gamma)
 
 
 def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:

@@ -126,7 +126,7 @@ def modalities(prompt: Prompt) -> frozenset[Modality]:
     if isinstance(prompt, TextWithMedia):
         return frozenset(prompt.media)
     messages = prompt.messages if isinstance(prompt, Chat) else prompt if isinstance(prompt, list) else ()
-    return frozenset(media_in(cast(Sequence[Message], messages)))
+    return frozenset(media_in(cast("Sequence[Message]", messages)))
 
 
 def _text(text: str, where: str) -> str:

@@ -156,7 +156,7 @@ class CausalScorer(OnMemory):
         self.facts = ModelFacts.of(model, decoder is not None and decoder.relative)
         self.vocab, self.context, self.modalities = self.facts.vocab, self.facts.context, modalities_of(model)
         if decoder and execution:
-            execution = execution.of(cast(Any, decoder), self.name)  # the decoder runs the passes
+            execution = execution.of(cast("Any", decoder), self.name)  # the decoder runs the passes
         self._memory = Memory(decoder)
         self.source_form = self._memory.sources.form if self._memory.sources else None
         self._builder = PassBuilder(self.facts, self._memory)

@@ -15,7 +15,7 @@ from slipstream.engine.generation import Piece
 from slipstream.engine.queued import Search
 from slipstream.engine.worker import Ticket, rounds_of
 from slipstream.serve import answers
-from slipstream.serve.ids import new_id
+from slipstream.serve.answers import new_id
 from slipstream.serve.schema import SpeculationOptions
 from slipstream.version import __version__
 

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.serve.answers import new_id
 from slipstream.serve.call import Call, SearchCall
 from slipstream.serve.faults import (
     HeadersTooLarge,
@@ -23,7 +24,6 @@ from slipstream.serve.faults import (
     WrongKey,
     for_path,
 )
-from slipstream.serve.ids import new_id
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 

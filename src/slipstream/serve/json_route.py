@@ -92,7 +92,7 @@ async def off_loop(request: Request, work: Callable[..., Result], *arguments: An
     try:
         if error is not None:
             raise error
-        return cast(Result, result)
+        return cast("Result", result)
     finally:
         del error  # a cycle with its own traceback, which holds the body until a garbage collection
 

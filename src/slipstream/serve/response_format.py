@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from slipstream.serve.families import form_of
-from slipstream.serve.regions import CALLS, Regions
+from slipstream.serve.readers import CALLS, Regions
 from slipstream.serve.schema import TOOL_NAME
 from slipstream.text.jsontext import json_text
 

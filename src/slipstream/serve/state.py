@@ -25,7 +25,6 @@ from slipstream.engine.requests import Prompt
 from slipstream.engine.worker import Capacity, Ticket, Worker
 from slipstream.serve import answers
 from slipstream.serve.call import Call, SearchCall
-from slipstream.serve.conversations import Conversations
 from slipstream.serve.faults import (
     BadRequest,
     ContextExceeded,
@@ -36,6 +35,7 @@ from slipstream.serve.faults import (
 )
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.response_output import Conversations
 from slipstream.serve.settings import ServeSettings
 from slipstream.text.spelling import Spelling
 from slipstream.theory import best_gamma_by_position

@@ -10,8 +10,7 @@ from typing import Any
 from slipstream.core.protocols import HasModel
 from slipstream.decoding.grammar import ANSWER, WHITE, Grammars
 from slipstream.serve.faults import BadRequest
-from slipstream.serve.readers import ByFamily, Reader, many_calls, one_call, verbatim
-from slipstream.serve.regions import CALLS, KINDS
+from slipstream.serve.readers import CALLS, KINDS, ByFamily, Reader, many_calls, one_call, verbatim
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.schema import ChatRequest, ResponseFormat, Tool, ToolChoice
 from slipstream.serve.state import ServerState

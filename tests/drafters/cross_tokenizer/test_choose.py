@@ -12,10 +12,14 @@ import torch
 import slipstream
 from slipstream.core.draft import Draft
 from slipstream.core.round import Context, Round
-from slipstream.drafters.cross_tokenizer.choose import BySampling, foreign, share
 from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
-from slipstream.drafters.cross_tokenizer.string_match import StringMatch
-from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
+from slipstream.drafters.cross_tokenizer.token_intersection import (
+    BySampling,
+    StringMatch,
+    TokenIntersection,
+    foreign,
+    share,
+)
 from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
 from tongues import TEXT, tongue, toy
 from toys.families import FAMILIES, tiny

@@ -22,8 +22,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
-from slipstream.drafters.cross_tokenizer.string_match import StringMatch
-from slipstream.drafters.cross_tokenizer.token_intersection import TokenIntersection
+from slipstream.drafters.cross_tokenizer.token_intersection import StringMatch, TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
 from tongues import TEXT, tongue, toy
 from toys.drafts import Altered, flat, same_texts

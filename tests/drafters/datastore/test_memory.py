@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from processes import forks
-from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder, unit
-from slipstream.drafters.datastore.index import VectorIndex
+from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder, VectorIndex, unit
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory, Totals, forget, read_totals
 
 DIMENSION = 8

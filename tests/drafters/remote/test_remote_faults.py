@@ -31,11 +31,10 @@ from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.remote.address import Settings
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameType, encode
 from slipstream.drafters.remote.hello import Refused, VocabularySketch
-from slipstream.drafters.remote.link import DraftConnection
+from slipstream.drafters.remote.link import DraftConnection, Settings
 from toys.tables import PAIRS, VOCAB, scorer
 from toys.texts import GREEDY, SAMPLE, request
 

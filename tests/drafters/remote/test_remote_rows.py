@@ -35,9 +35,8 @@ from slipstream.engine.load import load
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.serve.drafts.build import build
 from slipstream.serve.drafts.rows import DraftRows, Served
-from slipstream.serve.drafts.server import tls_context
+from slipstream.serve.drafts.server import build, tls_context
 from toys.families import FAMILIES, HF_VOCAB, tiny
 from toys.tables import PAIRS, VOCAB, TableScorer, scorer
 from toys.texts import GREEDY, SAMPLE, request

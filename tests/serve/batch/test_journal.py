@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.batch.forms import OPENAI, PLAIN, ServerReply, refused
 from slipstream.serve.batch.journal import Journal, Printed
-from slipstream.serve.batch.lines import BatchLine
+from slipstream.serve.batch.lines import OPENAI, PLAIN, BatchLine, ServerReply, refused
 
 FACTS = {"settings": "one", "prompts": "two"}
 LINES = [

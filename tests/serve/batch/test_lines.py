@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.batch.forms import OPENAI, PLAIN
-from slipstream.serve.batch.lines import BatchLine, LineDefaults, fingerprint, read_lines
+from slipstream.serve.batch.lines import OPENAI, PLAIN, BatchLine, LineDefaults, fingerprint, read_lines
 
 CHAT = [{"role": "user", "content": "Hello"}]
 

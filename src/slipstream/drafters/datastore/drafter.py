@@ -19,10 +19,9 @@ from typing import Any
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.values import check_least
-from slipstream.drafters.copying import CopyingDrafter, source_tokens
+from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton, source_tokens
 from slipstream.drafters.datastore.corpus import Corpus, Match
 from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
-from slipstream.drafters.suffix_automaton import SuffixAutomaton
 
 CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
 """The names of the files in a datastore's folder."""

@@ -22,7 +22,7 @@ from weakref import finalize
 import numpy as np
 
 from slipstream.core.values import check_least
-from slipstream.drafters.datastore.index import Array, Embedder, VectorIndex
+from slipstream.drafters.datastore.embedding import Array, Embedder, VectorIndex
 
 VERSION = 1
 

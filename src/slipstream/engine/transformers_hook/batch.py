@@ -153,7 +153,7 @@ class Batch:
         return _InBatch(own, self, row, 1 if alone else len(self.prompts), known)
 
     def _stop(self, row: int) -> Callable[[list[int]], str | None]:
-        rows, criteria = len(self.prompts), cast(Any, self.criteria)
+        rows, criteria = len(self.prompts), cast("Any", self.criteria)
         start = len(self.prompts[row].tokens)
 
         def stop(tokens: list[int]) -> str | None:

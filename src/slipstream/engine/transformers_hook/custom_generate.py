@@ -288,7 +288,7 @@ class CustomGenerate:
 def _run(decoder: Decoder, requests: Sequence[Request], streamer: Any = None) -> list[Row]:
     """Decode to the end -> rows in order. The streamer gets each token on its own, as from `generate`."""
     rows: dict[int, Row] = {}
-    with closing(cast(Any, rounds(decoder, requests))) as stream:  # closed also if a streamer or a criterion raises
+    with closing(cast("Any", rounds(decoder, requests))) as stream:  # closed also if a streamer or a criterion raises
         for round in stream:
             rows.update({row.index: row for row in round.rows})
             for token in round.tokens[0] if streamer is not None else ():
@@ -307,7 +307,7 @@ def _after_prompts(
         return decoder
     counts = [len(request.prompt) for request in requests]
     places = range(len(requests)) if rows is None else rows
-    target: Any = Continued(cast(CausalScorer, decoder.target), read, places, counts, all=rows is None)
+    target: Any = Continued(cast("CausalScorer", decoder.target), read, places, counts, all=rows is None)
     return replace(decoder, target=target)
 
 

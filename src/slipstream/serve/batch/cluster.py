@@ -12,8 +12,7 @@ from dataclasses import asdict
 from threading import Thread
 from typing import Any, TypeVar
 
-from slipstream.serve.batch.forms import ServerReply
-from slipstream.serve.batch.lines import BatchLine, Keep
+from slipstream.serve.batch.lines import BatchLine, Keep, ServerReply
 from slipstream.serve.batch.run import asking
 from slipstream.serve.recipe import Recipe
 from slipstream.text.jsontext import json_text

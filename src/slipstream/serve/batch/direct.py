@@ -10,8 +10,7 @@ from slipstream.decoding.rules import COUPLED
 from slipstream.decoding.scheduler import Scheduler
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Completion, Generation
-from slipstream.serve.batch.forms import PLAIN, ServerReply, refused
-from slipstream.serve.batch.lines import BatchLine, Keep
+from slipstream.serve.batch.lines import PLAIN, BatchLine, Keep, ServerReply, refused
 from slipstream.serve.recipe import Recipe
 
 OPTIONS = {field: name for name, field in REQUEST_FIELDS.items()}  # of lines -> the engine's names

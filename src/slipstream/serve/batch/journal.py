@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from slipstream.files import WriteError, atomic_write
-from slipstream.serve.batch.forms import ServerReply
-from slipstream.serve.batch.lines import BatchLine
+from slipstream.serve.batch.lines import BatchLine, ServerReply
 from slipstream.text.jsontext import json_text
 
 MARK, VERSION = "slipstream_batch", 1  # field that marks the first line of a journal, and its value

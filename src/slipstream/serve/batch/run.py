@@ -10,8 +10,7 @@ from httpx import ASGITransport, AsyncClient
 
 from slipstream.engine.engine import Engine
 from slipstream.serve.app import running
-from slipstream.serve.batch.forms import ServerReply
-from slipstream.serve.batch.lines import BatchLine, Keep
+from slipstream.serve.batch.lines import BatchLine, Keep, ServerReply
 from slipstream.serve.faults import ServiceUnavailable
 from slipstream.serve.recipe import Recipe
 from slipstream.serve.state import ServerState

@@ -12,11 +12,10 @@ from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_chat
-from slipstream.serve.output import ERRORS, completed, finish_reason, streams
+from slipstream.serve.output import ERRORS, ChunkAnswering, completed, finish_reason, streams
 from slipstream.serve.readers import as_message, joined
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of
-from slipstream.serve.stream import ChunkAnswering
 from slipstream.serve.tools import Tools
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)

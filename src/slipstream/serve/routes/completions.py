@@ -13,15 +13,14 @@ from slipstream.engine.generation import Completion, Piece, TokenLogprobs
 from slipstream.serve import answers
 from slipstream.serve.call import Call, new_heading, unless_gone
 from slipstream.serve.faults import BadRequest
-from slipstream.serve.infill import infill_of
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import TextTokens
 from slipstream.serve.options import constraint, engine_options, speculation
-from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.output import ERRORS, ChunkAnswering, answered, completed, finish_reason, streams
+from slipstream.serve.routes.infill import infill_of
 from slipstream.serve.schema import UNLIMITED, CompletionRequest
 from slipstream.serve.settings import ServeSettings
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import ChunkAnswering
 
 DEFAULT_TOKENS = 16  # default length of a completion in tokens, as in OpenAI's interface
 

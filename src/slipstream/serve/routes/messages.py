@@ -24,11 +24,10 @@ from slipstream.serve.messages import (
     MessagesRequest,
     MessageUsage,
 )
-from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.output import ERRORS, Answering, answered, completed, event, finish_reason, streams
 from slipstream.serve.readers import as_message, joined, parts_of
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of
-from slipstream.serve.stream import Answering, event
 from slipstream.serve.tools import Tools
 from slipstream.text.jsontext import json_text
 

@@ -10,10 +10,9 @@ from fastapi import APIRouter, Request, Response
 from slipstream.engine.generation import Completion, Piece
 from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
-from slipstream.serve.conversations import StoredConversation
 from slipstream.serve.faults import BadRequest, ServeError
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
-from slipstream.serve.output import ERRORS, answered, completed, finish_reason, streams
+from slipstream.serve.output import ERRORS, Answering, answered, completed, event, finish_reason, streams
 from slipstream.serve.readers import Reader, joined
 from slipstream.serve.response_output import (
     Incomplete,
@@ -22,6 +21,7 @@ from slipstream.serve.response_output import (
     ResponseEvent,
     ResponseOutput,
     ResponseUsage,
+    StoredConversation,
     Told,
 )
 from slipstream.serve.response_schema import (
@@ -36,7 +36,6 @@ from slipstream.serve.response_schema import (
 )
 from slipstream.serve.schema import ChatRequest, RefusalPart
 from slipstream.serve.state import ServerState, state_of, tenant_of
-from slipstream.serve.stream import Answering, event
 
 
 def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
