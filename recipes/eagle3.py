@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from pair import corpus
 
 from slipstream.engine.load import load
 from slipstream.models.loading.load import load_model, load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from slipstream.training.trainer import Checkpoint, Progress
 from slipstream.training.writing import WrittenTexts
 

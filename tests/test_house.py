@@ -70,7 +70,7 @@ ANYWHERE = ("*",)
 THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "torch": ANYWHERE,
     "numpy": ANYWHERE,
-    "safetensors": ("files", "models.loading.faults", "models.loading.dropped_tensors", "training.ahead"),
+    "safetensors": ("files", "models.loading.faults", "models.loading.dropped_tensors"),
     "transformers": (
         "models.*",
         "engine.defaults",

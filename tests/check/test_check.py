@@ -16,9 +16,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from scripted import repeat
-from slipstream.check import CheckReport, check, chi2
+from slipstream.check import CheckReport, check
 from slipstream.check.controls import broken
 from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_law, wide
+from slipstream.check.samples import CellCounts, critical, detectable, tail
 from slipstream.cli import app as cli
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import DrawnBy, Key, draw, draw_coupled
@@ -796,10 +797,10 @@ def test_no_false_alarm_in_many_seeds(seeds: int) -> None:
 
 
 def test_tails_are_those_of_the_tables() -> None:
-    assert chi2.tail(18.307, 10) == pytest.approx(0.05, rel=1e-4)
-    assert chi2.tail(29.588, 10) == pytest.approx(0.001, rel=1e-3)
-    assert chi2.critical(0.05, 1) == pytest.approx(3.8415, rel=1e-4)
-    assert chi2.tail(0, 3) == 1
+    assert tail(18.307, 10) == pytest.approx(0.05, rel=1e-4)
+    assert tail(29.588, 10) == pytest.approx(0.001, rel=1e-3)
+    assert critical(0.05, 1) == pytest.approx(3.8415, rel=1e-4)
+    assert tail(0, 3) == 1
 
 
 @pytest.mark.parametrize(("x", "freedom", "shift"), [(10.0, 4, 5.0), (60.0, 12, 30.0), (150.0, 3, 120.0)])
@@ -808,10 +809,10 @@ def test_noncentral_tails_are_those_of_shifted_normals(x: float, freedom: int, s
     draws = torch.randn(200_000, freedom)
     draws[:, 0] += math.sqrt(shift)
     seen = float((draws.square().sum(-1) > x).double().mean())
-    assert chi2.tail(x, freedom, shift) == pytest.approx(seen, abs=5e-3)
+    assert tail(x, freedom, shift) == pytest.approx(seen, abs=5e-3)
 
 
-def _tally(count: int, bias: float, seed: int) -> chi2.CellCounts:
+def _tally(count: int, bias: float, seed: int) -> CellCounts:
     """Tokens whose cells have changing chances; half of the mass of cell 0 and 1 moves by the bias."""
     generator = torch.Generator().manual_seed(seed)
     shape = torch.tensor([[5.0, 3.0, 1.5, 0.5], [1.0, 4.0, 3.0, 0.1]])[torch.arange(count) % 2]
@@ -819,13 +820,13 @@ def _tally(count: int, bias: float, seed: int) -> chi2.CellCounts:
     real = chances.clone()
     real[:, 0] -= bias
     real[:, 1] += bias
-    tally = chi2.CellCounts(4)
+    tally = CellCounts(4)
     tally.add(chances, torch.multinomial(real, 1, generator=generator)[:, 0])
     return tally
 
 
 def _p_values(bias: float, runs: int) -> list[float]:
-    return [chi2.tail(*_tally(1000, bias, seed).test()) for seed in range(runs)]
+    return [tail(*_tally(1000, bias, seed).test()) for seed in range(runs)]
 
 
 def test_p_values_are_uniform_without_a_bias() -> None:
@@ -839,7 +840,7 @@ def test_the_promised_bias_is_seen() -> None:
     """`detectable` is an upper bound: that bias is seen at least as often as it says, a much smaller one is not."""
     freedom = _tally(1000, 0.0, 0).test()[1]
     assert freedom == 3
-    bias = chi2.detectable(1000, freedom, 1e-3, 0.9)
+    bias = detectable(1000, freedom, 1e-3, 0.9)
     assert sum(value < 1e-3 for value in _p_values(bias, 300)) / 300 > 0.86
     assert sum(value < 1e-3 for value in _p_values(bias / 4, 300)) / 300 < 0.2
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
 from reference import text
 from slipstream import custom_generate, load
-from slipstream.check import chi2
+from slipstream.check.samples import tail
 from slipstream.core.beams import Beams
 from slipstream.core.request import Request
 from slipstream.decoding.beam import beam_search
@@ -111,7 +111,7 @@ def fit(seen: Counter[Text], law: Mapping[Text, float]) -> float:
     if rest[1] >= 1:
         cells.append(rest)
     assert len(cells) > 5, "the toy is too simple"
-    return chi2.tail(sum((have - want) ** 2 / want for have, want in cells), len(cells) - 1)
+    return tail(sum((have - want) ** 2 / want for have, want in cells), len(cells) - 1)
 
 
 def test_the_law_is_that_of_draws_without_replacement() -> None:
@@ -177,7 +177,7 @@ def difference(one: Counter[Text], other: Counter[Text]) -> float:
             want = size * sum(pair) / sum(sizes)
             statistic += (have - want) ** 2 / want if want else 0.0
     assert len(cells) > 3
-    return chi2.tail(statistic, len(cells) - 1)
+    return tail(statistic, len(cells) - 1)
 
 
 @pytest.mark.parametrize("name", ["cuts", *rare("temperature")])

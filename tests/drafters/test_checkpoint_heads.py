@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache, MtpCache
 
+from recipes.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from scripted import Unfused, repeat
 from slipstream.cache.prefixes import PrefixCache
 from slipstream.decoding.controllers import Fixed
@@ -38,7 +39,6 @@ from slipstream.models.heads.mtp import load_mtp
 from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.tiny import tiny_config
-from slipstream.training.ahead import AheadSettings, AheadTrainer, new_eagle3, save_eagle3
 from slipstream.training.trainer import Checkpoint
 from toys.drafts import Checked, company_changes_nothing, propose, same_texts
 from toys.families import FAMILIES, HF_VOCAB, tiny

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.ahead import new_eagle3
 from slipstream.core.draws import Rng, draw
 from slipstream.core.protocols import Drafter, Scorer
 from slipstream.core.request import Request, Row, Sampler
@@ -33,7 +34,6 @@ from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.same_rows import exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
-from slipstream.training.ahead import new_eagle3
 from toys.drafts import Altered, AtOnce, first_tokens, flat
 from toys.enumeration import total_variation
 from toys.families import FAMILIES, tiny

@@ -28,7 +28,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters import ngram_model as ngram
+from slipstream.drafters import ngram
 from slipstream.drafters.ngram import FALLBACK, Ngram, NgramModel, OnlineCounts, Table, discounts
 from slipstream.files import TensorFileKind, save_tensors
 from toys.drafts import Altered, law_distance, propose

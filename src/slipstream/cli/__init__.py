@@ -13,6 +13,5 @@ from slipstream.cli import generate as generate
 from slipstream.cli import models as models
 from slipstream.cli import plan as plan
 from slipstream.cli import serve as serve
-from slipstream.cli import serve_draft as serve_draft
 from slipstream.cli import transcribe as transcribe
 from slipstream.cli.app import main as main
