@@ -12,9 +12,7 @@ from slipstream.decoding.rules import Rule
 from slipstream.measure.replay import request_for
 
 Listener = Callable[[str, int, int], None]  # a function that receives the progress of a check: (stage, done, total)
-
 BATCH = 32  # the number of short texts that run together, unless the engine runs more
-
 MOST_SAMPLES = 1_000_000  # the greatest number of samples, which are all held in memory
 
 

@@ -18,9 +18,7 @@ from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, total_variation
 
 WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
-
 CHOICES = 4  # the most outcomes of a draw to enumerate: coins have two or three, while draws of tokens have too many
-
 Topology = tuple[int, ...]
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
 

@@ -41,7 +41,6 @@ from slipstream.models.tiny import VOCAB, tiny_config, tiny_model
 TOKENS, GAMMA = 12, 4
 GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "max_new_tokens": TOKENS, "pad_token_id": 0}
 SECONDS = 60.0  # the time limit of one architecture, in seconds
-
 VERDICTS = ("works", "refused", "differs", "fails", "not tried")
 
 KINDS = {(False, False): "causal", (True, False): "encoder-decoder", (False, True): "vision"}

@@ -17,7 +17,6 @@ from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
 
 SAME = 1e-6  # the greatest total variation between laws that should be equal
-
 LACKING = 1e-3  # the least chance of tokens that a draft does not know which makes it a draft of a part of the tokens
 
 CONTROL_PROMPTS, CONTROL_TOKENS = 4, 32

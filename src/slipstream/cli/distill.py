@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slipstream.training.saving import Distilled
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
-
 REQUIRED = inspect.Parameter.empty
 Aimed = panel(
     "The draft",

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slipstream.plan.layers import LayerSearch
 
 Built = tuple[dict[str, Any], str]
-
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)  # frequent tokens whose share is reported
 
 

@@ -70,7 +70,6 @@ COMPLETIONS = {  # options whose values shells complete
     "verify": completing(("token", "block", "match", "coupled", "gbv:K", "lenient:L")),
 }
 
-
 Own = Callable[[str, str | None], tuple[Any, Any]]  # a parameter's name and its panel -> its annotation and its default
 
 
@@ -149,7 +148,6 @@ Asked = panel(None, file=PROMPTS, chat=CHAT)
 BATCH = own(list[int] | None, None, "Prompts that run together. Repeatable.", "N", min=1)
 FORCE = own(bool, False, "Replace an existing file that is of another kind; never an input.")
 REPORT_JSON = own(bool, False, "The report as one JSON object.", flag="--json")
-
 
 KINDS: dict[Any, tuple[Any, str]] = {  # their types on the command line, and what stands for a value in the help
     bool: (bool, ""),

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 EVERY = 1000  # number of requests between two updates of the progress bar
 
-
 FleetOptions = panel(
     "A simulated fleet",
     replicas=own(list[int] | None, None, "Replicas of what --plan measured. Repeatable.", "N", min=1, max=100_000),

@@ -40,9 +40,7 @@ from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part, quantized_twin
 
 Builder = Callable[..., Drafter]  # `build(context, value, **options)`; raises ValueError in one sentence
-
 Parsers = Mapping[str, Callable[[str], Any]]
-
 AScorer = TypeVar("AScorer")
 
 
@@ -74,7 +72,6 @@ MODEL: Parsers = {"dtype": str, "device": str, **CUT, "quantize": Precision.read
 OWN_WEIGHTS: Parsers = {"group": int, "rounding": str, **CUT}
 FILES: Parsers = {"key_file": str, "ca_file": str}
 SERVER: Parsers = {"timeout_ms": float, "trust": switch, "top": int, "ahead": switch, **FILES}
-
 QUANTIZED = ("int4", "int8", "quantized")
 MODELS = ("model", "embedded", *QUANTIZED)
 

@@ -14,8 +14,7 @@ from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
 from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton, source_tokens
 
-MOST = 8
-"""The number of tokens copied from a prediction per round by default."""
+MOST = 8  # the number of tokens copied from a prediction per round by default
 
 
 class Prediction(CopyingDrafter[SuffixAutomaton]):

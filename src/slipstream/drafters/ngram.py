@@ -33,9 +33,7 @@ KIND = TensorFileKind("n-gram model", "slipstream.ngram", "2", "build it again")
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of counts 1, 2, 3 or more if there is too little text to compute them (KenLM's values)."""
 
-HELD = 1 << 18
-"""The number of contexts that online counts hold, about 100 MB; then the older half is dropped."""
-
+HELD = 1 << 18  # the number of contexts that online counts hold, about 100 MB; then the older half is dropped
 Array = np.ndarray[Any, np.dtype[Any]]
 
 State = tuple[int, ...]

@@ -20,21 +20,11 @@ from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton
 from slipstream.files import TensorFileKind, save_tensors
 
 KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it again")
-
-ORDER = 3
-"""The longest context, in tokens: longer ones added nothing."""
-
+ORDER = 3  # the longest context, in tokens: longer ones added nothing
 MOST_TOKENS = (1 << 21) - 2  # the largest vocabulary: contexts of ORDER tokens fit into 63 bits
-
-TEXTS = 2
-"""In how many texts a context must occur."""
-
-LEAST = 0.16
-"""The smallest chance of a draft's last token, all before it included."""
-
-GREEDY, SAMPLED = 4, 9
-"""The squares of the lengths of a match at which a copied token stands half the time."""
-
+TEXTS = 2  # in how many texts a context must occur
+LEAST = 0.16  # the smallest chance of a draft's last token, all before it included
+GREEDY, SAMPLED = 4, 9  # the squares of the lengths of a match at which a copied token stands half the time
 Counts = dict[int, dict[int, int]]
 
 

@@ -24,7 +24,6 @@ from slipstream.models.loading.twins import encoder_dtype
 
 PACKAGES = ("slipstream", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
-
 BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16")  # of processors that multiply it natively
 
 

@@ -17,7 +17,6 @@ from slipstream.decoding.generate import rounds, succeeded
 Runner = TypeVar("Runner")
 Lap = TypeVar("Lap")
 Outcome = TypeVar("Outcome")
-
 Spread = dict[str, float]  # `median`, `min` and `max` over the laps
 
 

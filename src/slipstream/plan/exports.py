@@ -16,7 +16,6 @@ from slipstream.engine.plan_file import Plan
 from slipstream.text.jsontext import json_text
 
 LOOKUP = "lookup"
-
 THEIRS = ("model", LOOKUP)  # the kinds of drafts that other engines have too
 
 

@@ -22,13 +22,11 @@ from typing import Any
 
 from slipstream.engine.plan_file import Plan
 
-NAMES = {
+NAMES = {  # the possible names of a trace's columns: Azure's traces of 2023 and 2024, Vidur's, and plain words
     "time": ("TIMESTAMP", "timestamp", "arrived_at", "time"),
     "prompt": ("ContextTokens", "num_prefill_tokens", "prompt_tokens", "input_tokens"),
     "tokens": ("GeneratedTokens", "num_decode_tokens", "completion_tokens", "output_tokens"),
 }
-"""The possible names of a trace's columns: Azure's traces of 2023 and 2024, Vidur's, and plain words."""
-
 JITTER = 5.0  # copies of a request arrive within this many seconds of it, where a trace is taken several times
 
 

@@ -35,7 +35,6 @@ FINALISTS, LAPS, MOST = 3, 3, 8
 """The number of choices that race against plain decoding, the laps of the race, and the largest gamma."""
 
 Layers = tuple[int, ...]
-
 Watch = Callable[[str], None]  # called with a line about each piece of work done
 
 

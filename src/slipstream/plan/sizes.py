@@ -29,7 +29,6 @@ from slipstream.training.distill import DraftCosts
 from slipstream.training.material import target_of
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35)  # the shares of the target's parameters that are tried if no size is given
-
 EXPONENT = 0.105
 SHARE = 0.07
 REFUSED = {0.0: 0.22, 1.0: 0.30}

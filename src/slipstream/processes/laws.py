@@ -145,7 +145,6 @@ def _check_same(p: Gaussian, q: Gaussian) -> None:
 
 
 L = TypeVar("L", bound="Laws")
-
 ATTEMPTS = 2**22  # the number of attempts at one residual after which `reject_until` gives up
 BLOCK = 2**16  # the greatest number of attempts, of all rows together, that are made at once
 

@@ -22,7 +22,6 @@ def new_call_id() -> str:
 
 Value = TypeVar("Value")
 
-
 Sometimes = Annotated[Value | None, Field(exclude_if=lambda value: value is None)]
 """A field that is left out of the JSON text where it is None; other empty fields are written as null."""
 

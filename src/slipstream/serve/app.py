@@ -30,8 +30,6 @@ from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
 CLIENT_CLOSED = 499  # logged status of a request whose client closed the connection; no client receives it
-
-
 CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent, MessageEvent, FilledIn)
 REFERENCE = "#/components/schemas/{model}"
 """The models of stream events, and where the OpenAPI description keeps their schemas."""

@@ -28,8 +28,6 @@ from slipstream.serve.settings import ServeSettings
 from slipstream.text.jsontext import json_text
 
 OPEN = ("/health", "/ping", "/version", "/", "/page.js", "/page.css")  # need no key: they show nothing confidential
-
-
 HEADER_BYTES = 64 << 10  # greatest total size of headers that is accepted, names and values together
 REASON = 300  # most characters of the log's reason for a refusal
 IGNORED = 4096  # most characters of the header that names fields without effect

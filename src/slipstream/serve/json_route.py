@@ -21,12 +21,10 @@ from slipstream.serve.settings import Limits
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
-
 LIGHT = 32 << 10  # bytes of the longest body that is not heavy: anything is done with it at once
 WINDOW = 256 << 10  # bytes of a body that are looked at in one go, so that other threads get their turn in between
 ANYTHING = TypeAdapter[Any](Any)  # reads JSON in a third of the time of the standard library
 VALUES_PER_FIELD, ESCAPES_PER_VALUE, MARKS_PER_VALUE = 8, 4, 16  # what takes longer to read may come less often
-
 
 Once = Annotated[  # type of a body in a route: FastAPI does not validate again what `JsonRoute` has validated
     Model, WrapValidator(lambda value, validate: value if isinstance(value, BaseModel) else validate(value))

@@ -47,7 +47,6 @@ REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
 }
 
 COMPLETION: Others = _only((True,), "add_special_tokens")
-
 INFILL: Others = _any("samplers n_indent t_max_prompt_ms")  # from editor plugins
 EXTRA_FILE: Others = _any("time")
 
@@ -65,9 +64,7 @@ CHAT: Others = {
 }
 
 TOKENIZE: Others = {**_only((True,), "parse_special"), **_only((), "chat_template mm_processor_kwargs")}
-
 STREAM_OPTIONS: Others = _any("include_obfuscation")
-
 PART: Others = _DECORATION | _any("annotations logprobs id index")
 
 MESSAGE: Others = {

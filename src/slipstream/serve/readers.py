@@ -20,7 +20,6 @@ KINDS = {  # fields of response templates that are texts -> the fields of a mess
 }
 
 CALLS = "tool_calls"
-
 ParseCalls = Callable[[str], list[tuple[str, str]]]  # region -> names and arguments, else ValueError
 
 

@@ -17,7 +17,6 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
-
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"  # names that tools may have
 ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 Decode = Callable[[Sequence[int]], str]  # A function that decodes token ids to text
 BROKEN = "\ufffd"  # what decoders return for a character whose bytes are incomplete
-
 HELD = 3  # most signs of broken characters at the end of a text that one character may still replace: its bytes but one
 
 

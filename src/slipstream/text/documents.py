@@ -13,7 +13,6 @@ from slipstream.text.jsontext import read_json
 from slipstream.text.prompts import read_unpacked
 
 DATASET = "dataset:"
-
 TOGETHER = 64  # number of documents that are tokenized at once
 Document = str | Sequence[int] | np.ndarray[Any, np.dtype[Any]] | Sequence[dict[str, Any]]
 """A document: a text, token ids (length,), or the messages of a chat that has no answer."""

@@ -37,9 +37,7 @@ STATE, MEASURED = "training.safetensors", "measured.json"
 """The files of a training: weights and optimizers, and the measurements made during it."""
 
 TEMPERATURES = (0.0, 1.0)  # the temperatures at which drafts are measured
-
 WARM_UP, DECAY = 0.02, 0.40  # the shares of the budget in which the learning rate rises and falls
-
 MUON = 5.0  # the ratio of the learning rate of matrices to that of all other weights
 
 

@@ -27,7 +27,6 @@ from slipstream.training.lessons import TextWindows
 from slipstream.training.trainer import KIND, Checkpoint, Diverged, Steps, Trainer, Watch, trapezoid
 
 STATE = "training.safetensors"  # the file with the state of the training, in the folder of the heads
-
 FILES = {FILE: HEADS, STATE: KIND}  # the files that a training writes to its folder, with their kinds
 
 

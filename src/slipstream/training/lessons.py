@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 TOP = 128  # the number of likeliest tokens whose probabilities are stored at every position; the others count as one
-
 Tokens = Sequence[int] | np.ndarray  # a text as token ids
-
 Ask = Callable[[Tensor], Tensor]  # a function from tokens (rows, n) to the target's logits (rows, n, vocab)
-
-
 HELD_OUT = 0.02  # the share of a text, at its end, that is only used for measuring
 
 

@@ -19,9 +19,7 @@ SEQUENCE = "sequence"
 """The name of sequence-level distillation, which learns the tokens of the target's texts instead of its laws."""
 
 WRITTEN = "written.safetensors"  # the file with the texts that the target wrote, in the folder of a training
-
 PROMPTS, PROMPT_TOKENS = 16, 48  # the number of prompts that a draft is measured on, and their length in tokens
-
 MOST_TOKENS = 1_000_000  # the most tokens of documents to learn from: the target's laws on them take 1 GB of memory
 
 

@@ -41,13 +41,12 @@ def kl_then_tv(log_p: Tensor, log_q: Tensor, used: Tensor) -> Tensor:
     return (1 - tilt) * forward_kl(log_p, log_q, used) + 2 * tilt * total_variation(log_p, log_q, used)
 
 
-OBJECTIVES: Mapping[str, Objective] = {
+OBJECTIVES: Mapping[str, Objective] = {  # the objectives, by the names that users give
     "kl": forward_kl,
     "reverse-kl": reverse_kl,
     "tv": total_variation,
     "kl-tv": kl_then_tv,
 }
-"""The objectives, by the names that users give."""
 
 
 def objective_of(name: str) -> Objective:

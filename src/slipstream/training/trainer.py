@@ -73,10 +73,8 @@ Loss = Callable[[int, float], tuple[Tensor, int]]
 It should depend on the step and a seed alone: then an interrupted and resumed training ends with the same weights.
 """
 
-
 Schedule = Callable[[int, float], float]
 """A function (step from 0, share of the budget used) -> the factor of every learning rate in that step."""
-
 
 Watch = Callable[[Progress, float], object]  # a function (progress, loss) that is called after every step
 

@@ -17,7 +17,6 @@ from slipstream.drafters.following import still_first
 
 LONG = 128  # the number of characters that may be encoded again in every round before a part of them is closed
 BEHIND = 32  # the number of characters that stay open after a cut, because later text can still change their tokens
-
 _WORDS = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)")
 
 

@@ -156,11 +156,10 @@ ENOUGH = 0.6  # the least share of common tokens with which sampling uses them (
 ROWS, STEPS = 4, 32
 """The number of texts that the draft writes, and the tokens of each, to measure the share of common tokens."""
 
-METHODS: dict[str, Callable[[RetokenizingReader], Drafter]] = {
+METHODS: dict[str, Callable[[RetokenizingReader], Drafter]] = {  # the drafters by the names of methods that users give
     "intersection": TokenIntersection,
     "strings": StringMatch,
 }
-"""The drafters by the names of methods that users give."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,8 @@ import torch
 from slipstream.files import TensorFileKind, save_tensors
 
 KIND = TensorFileKind("corpus", "slipstream.corpus", "2", "build it again")
-
-DEPTH = 64
-"""The number of tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)."""
-
-SAMPLE = 32
-"""The number of occurrences whose continuations are compared; of more, those at even distances in the array."""
-
+DEPTH = 64  # the number of tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)
+SAMPLE = 32  # the number of occurrences whose continuations are compared; of more, those at even distances in the array
 Array = np.ndarray[Any, np.dtype[Any]]
 Progress = Callable[[int, int], None]
 

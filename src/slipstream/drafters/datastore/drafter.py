@@ -23,9 +23,7 @@ from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton, source_
 from slipstream.drafters.datastore.corpus import Corpus, Match
 from slipstream.drafters.datastore.memory import ResponseMemory, read_totals
 
-CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"
-"""The names of the files in a datastore's folder."""
-
+CORPUS, MEMORY = "corpus.safetensors", "memory.sqlite"  # the names of the files in a datastore's folder
 Namespace = str | Callable[[Request], str]
 
 

@@ -25,16 +25,9 @@ from slipstream.core.values import check_least
 from slipstream.drafters.datastore.embedding import Array, Embedder, VectorIndex
 
 VERSION = 1
-
-BUSY_SECONDS = 30.0
-"""The seconds that a writer waits for others."""
-
-SPARE = 0.05
-"""The share of a full namespace that is evicted at once, so that evictions are rare."""
-
-OPEN_NAMESPACES = 64
-"""The greatest number of namespaces whose vectors this process keeps in memory."""
-
+BUSY_SECONDS = 30.0  # the seconds that a writer waits for others
+SPARE = 0.05  # the share of a full namespace that is evicted at once, so that evictions are rare
+OPEN_NAMESPACES = 64  # the greatest number of namespaces whose vectors this process keeps in memory
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entries (

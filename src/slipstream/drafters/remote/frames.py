@@ -22,7 +22,6 @@ MAGIC, VERSION = b"SLDR", 1
 HEAD = struct.Struct("!4sHHII")  # magic, version, kind, sequence, length of the body
 SIZE = struct.Struct("!I")
 LARGEST = 16 << 20  # the size of the largest body, in bytes: enough for a text of some million tokens
-
 MOST_ARRAYS = 16
 CODES: dict[str, np.dtype[Any]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "d": np.dtype("<f8")}
 

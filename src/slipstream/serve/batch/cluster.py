@@ -18,7 +18,6 @@ from slipstream.serve.recipe import Recipe
 from slipstream.text.jsontext import json_text
 
 T = TypeVar("T")
-
 BLOCK = 4  # number of lines sent to an actor together. It is small, since their answers also come back together
 
 

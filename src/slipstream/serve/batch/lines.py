@@ -75,11 +75,8 @@ def _openai(index: int, id: str | int | None, answer: ServerReply) -> dict[str, 
 
 _NUMBERS = dict.fromkeys(("index", "prompt_tokens", "completion_tokens"), "int64")
 _TEXTS = dict.fromkeys(("id", "text", "finish_reason", "error", "samples", *UNCHANGED), "string")
-
 PLAIN = AnswerFormat("plain", _plain, _NUMBERS | _TEXTS)
 OPENAI = AnswerFormat("openai", _openai, dict.fromkeys(("id", "custom_id", "response", "error"), "string"))
-
-
 PATHS = {"prompt": "/v1/completions", "tokens": "/v1/completions", "messages": "/v1/chat/completions"}  # by field
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # in OpenAI's format
 

@@ -21,7 +21,6 @@ from slipstream.serve.state import state_of, tenant_of
 from slipstream.text.transcripts import Transcript
 
 router = APIRouter(tags=["audio"])
-
 PLAIN: dict[str, Any] = {"description": "The text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 OUTCOMES = {**ERRORS, 200: PLAIN}
 Written = answers.Transcription | answers.VerboseTranscription

@@ -19,7 +19,6 @@ from slipstream.serve.state import ServerState, state_of
 from slipstream.serve.tools import Tools
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
-
 OUTCOMES = {**ERRORS, 200: streams(answers.ChatChunk)}
 
 

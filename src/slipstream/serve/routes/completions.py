@@ -23,9 +23,7 @@ from slipstream.serve.settings import ServeSettings
 from slipstream.serve.state import ServerState, state_of, tenant_of
 
 DEFAULT_TOKENS = 16  # default length of a completion in tokens, as in OpenAI's interface
-
 router = APIRouter(tags=["text"], route_class=JsonRoute)
-
 OUTCOMES = {**ERRORS, 200: streams(answers.CompletionAnswer)}
 
 

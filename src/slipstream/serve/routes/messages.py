@@ -32,7 +32,6 @@ from slipstream.serve.tools import Tools
 from slipstream.text.jsontext import json_text
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
-
 FAULTS = {status: {**error, "model": MessageFault} for status, error in ERRORS.items()}
 OUTCOMES = {**FAULTS, 200: streams(MessageEvent)}
 

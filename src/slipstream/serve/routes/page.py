@@ -15,7 +15,6 @@ SECURITY = {
     "Referrer-Policy": "no-referrer",
 }
 
-
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),

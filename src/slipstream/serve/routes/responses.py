@@ -107,7 +107,6 @@ def _content(content: Content) -> str | list[dict[str, Any]]:
 
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
-
 OUTCOMES = {**ERRORS, 200: streams(ResponseEvent)}
 FOUND: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 404)}
 
