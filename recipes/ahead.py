@@ -27,8 +27,7 @@ from slipstream.models.heads.eagle3 import SCALE, WEIGHTS, Eagle3, Eagle3Setting
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import Behind, Head
 from slipstream.text.jsontext import json_text
-from slipstream.training.lessons import TextWindows
-from slipstream.training.objectives import objective_of
+from slipstream.training.lessons import TextWindows, objective_of
 from slipstream.training.trainer import Checkpoint, Steps, Trainer, Watch, muon_and_adam, trapezoid
 
 KEPT = (

@@ -21,8 +21,8 @@ from pair import corpus
 from slipstream.engine.load import load
 from slipstream.models.loading.load import load_model, load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
+from slipstream.training.material import WrittenTexts
 from slipstream.training.trainer import Checkpoint, Progress
-from slipstream.training.writing import WrittenTexts
 
 
 def main() -> int:

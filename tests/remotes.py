@@ -11,8 +11,7 @@ from typing import Any
 
 from slipstream.core.protocols import Drafter
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.frames import HEAD, Frame, FrameType, decode_body, decode_head, encode
-from slipstream.drafters.remote.hello import VocabularySketch
+from slipstream.drafters.remote.frames import HEAD, Frame, FrameType, VocabularySketch, decode_body, decode_head, encode
 from slipstream.drafters.remote.link import DraftConnection, Missed, Settings
 from slipstream.drafters.remote.messages import AskRow, DraftRow, OpenRow, draft_frame, read_ask
 from slipstream.serve.drafts.rows import DraftRows

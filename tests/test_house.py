@@ -58,7 +58,6 @@ LEVELS: dict[str, int] = {
 PURE = {
     "theory",
     "text.jsontext",
-    "cli.answers",
     "core.values",
     "core.options",
     "engine.plan_file",
@@ -107,7 +106,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("serve.metrics", "serve.routes.models"),
     "httpx": ("serve.batch.run", "serve.chats"),
     "pyarrow": ("serve.batch.lines", "serve.batch.journal"),
-    "ray": ("serve.batch.cluster", "serve.cluster.*"),
+    "ray": ("serve.batch.run", "serve.cluster.*"),
     "soundfile": ("engine.sounds",),
     "gguf": ("models.loading.gguf", "models.loading.gguf_file"),
     "peft": ("models.loading.adapters",),

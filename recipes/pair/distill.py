@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from slipstream.training.lessons import LessonBatch, Lessons
-from slipstream.training.objectives import kl_then_tv
+from slipstream.training.lessons import LessonBatch, Lessons, kl_then_tv
 from slipstream.training.trainer import Progress, muon_and_adam
 
 from . import ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import slipstream
-from slipstream.training.writing import WrittenTexts
+from slipstream.training.material import WrittenTexts
 
 from . import ranks
 from .budget import DEVICE

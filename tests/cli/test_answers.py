@@ -15,7 +15,7 @@ import pytest
 
 import slipstream
 from processes import OUTPUT, Command
-from slipstream.cli.answers import Answers
+from slipstream.cli.generate import Answers
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
 from terminal import run

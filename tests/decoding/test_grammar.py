@@ -23,7 +23,7 @@ from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate, rounds
 from slipstream.decoding.grammar import Grammar, GrammarLimits, Grammars, GrammarStopped
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.known_first import Forced
+from slipstream.drafters.choice import Forced
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter

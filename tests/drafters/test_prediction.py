@@ -13,7 +13,7 @@ from slipstream.core.request import Row
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
-from slipstream.drafters.known_first import KnownFirst
+from slipstream.drafters.choice import KnownFirst
 from slipstream.drafters.lookup import Prediction
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter

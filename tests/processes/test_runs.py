@@ -29,7 +29,7 @@ from slipstream.processes import (
     measure,
     simulate,
 )
-from slipstream.processes.rounds import Chains, play_round
+from slipstream.processes.runs import Chains, play_round
 from toys import rare
 
 CHAINS, STEPS = 100_000, 12

@@ -27,13 +27,20 @@ from slipstream.training.distill import (
     WhilePaying,
     stopped_growing,
 )
-from slipstream.training.lessons import Lessons, windows
-from slipstream.training.material import Amount, Material, divide, gather
-from slipstream.training.objectives import OBJECTIVES, objective_of, total_variation
-from slipstream.training.saving import REPORT, Distilled, check_draft_folder, save_draft
-from slipstream.training.students import Size, new_student, parameters, size_for, student_config
+from slipstream.training.lessons import OBJECTIVES, Lessons, objective_of, total_variation, windows
+from slipstream.training.material import Amount, Material, WrittenTexts, divide, gather, openings
+from slipstream.training.students import (
+    REPORT,
+    Distilled,
+    Size,
+    check_draft_folder,
+    new_student,
+    parameters,
+    save_draft,
+    size_for,
+    student_config,
+)
 from slipstream.training.trainer import Progress, Steps
-from slipstream.training.writing import WrittenTexts, openings
 from toys.families import FAMILIES, tiny
 
 COSTS = DraftCosts(0.1, (1.0, 1.1, 1.2))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slipstream.check import questions as parts
-from slipstream.check.case import BATCH, Case, CheckSettings, Listener
+from slipstream.check.questions import BATCH, Case, CheckSettings, Listener
 from slipstream.check.report import CheckHalf, CheckReport, Control, Difference, Finding
 from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed

@@ -154,9 +154,9 @@ def _runner(params: dict[str, Any], lines: list[BatchLine]) -> Callable[[Recipe,
         needed("--ray")
         if not find_spec("ray"):
             raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
-        from slipstream.serve.batch import cluster
+        from slipstream.serve.batch.run import run_on_cluster
 
-        return partial(cluster.run, address=params["ray_address"], actors=params["actors"])
+        return partial(run_on_cluster, address=params["ray_address"], actors=params["actors"])
     if params["ray_address"] or params["actors"]:
         raise ValueError("--actors and --ray-address are about a cluster: add --ray.")
     from slipstream.serve.batch import direct as here

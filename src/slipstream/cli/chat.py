@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli import options as opt
-from slipstream.cli.answers import Answers, answer_as_dict
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say
 from slipstream.cli.console import busy, console
+from slipstream.cli.generate import Answers, answer_as_dict
 from slipstream.cli.settings import call_options, loaded
 from slipstream.core.signals import handling
 from slipstream.core.stats import Stats

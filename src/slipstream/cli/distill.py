@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.plan.sizes import Candidate
     from slipstream.training.distill import Distiller, DistillSettings, Measurement
     from slipstream.training.material import Divided, Material
-    from slipstream.training.saving import Distilled
+    from slipstream.training.students import Distilled
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="Hub name or folder. Without: the embedded one.")]
 REQUIRED = inspect.Parameter.empty
@@ -75,7 +75,7 @@ def distill(context: typer.Context, target: Target = None) -> None:
     from slipstream.core.garbage import keep_freed_memory
     from slipstream.training.distill import Distiller, DistillSettings
     from slipstream.training.material import divide
-    from slipstream.training.saving import check_draft_folder, save_draft
+    from slipstream.training.students import check_draft_folder, save_draft
 
     params = context.params
     share = _share(params)
@@ -206,7 +206,7 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 
 
 def _about(distiller: Distiller, target: str, data: Sequence[str], origin: str, size: str) -> Distilled:
-    from slipstream.training.saving import Distilled
+    from slipstream.training.students import Distilled
 
     done, material = distiller.progress, distiller.material
     return Distilled(

@@ -5,26 +5,48 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from slipstream.cli import options as opt
-from slipstream.cli.answers import Answers, answer_as_dict
 from slipstream.cli.app import INTERRUPTED, WRONG, app, flag, say, tell
 from slipstream.cli.console import busy, console, progress, steps
 from slipstream.cli.settings import call_options, read_form
 from slipstream.core.model_options import ModelOptions
+from slipstream.core.signals import undisturbed
 from slipstream.core.stats import Stats
 from slipstream.engine.explain import Explanation, breakdown
 from slipstream.engine.plan_file import Plan
+from slipstream.text.jsontext import json_text
 from slipstream.text.prompts import Item, gather, with_media
 
-if TYPE_CHECKING:
-    from slipstream.engine.engine import Engine
-    from slipstream.engine.generation import Completion, Piece
+
+@dataclass
+class Answers:
+    """A stream of JSON lines, one per prompt, in the order in which they finish."""
+
+    stream: TextIO
+    written: set[int] = field(default_factory=set)
+
+    def write(self, index: int, answer: dict[str, Any]) -> None:
+        line = json_text({"index": index, **answer}, ensure_ascii=False)
+        with undisturbed():  # a line is written and counted, or neither
+            self.stream.write(f"{line}\n")
+            self.stream.flush()
+            self.written.add(index)
+
+
+def answer_as_dict(completion: Completion) -> dict[str, Any]:
+    names = ("text", "tokens", "finish_reason", "prompt_tokens", "context_full")
+    record = {name: getattr(completion, name) for name in ("error", *names) if name != "error" or completion.error}
+    if completion.logprobs is not None:
+        record["logprobs"] = [asdict(each) for each in completion.logprobs]
+    if completion.score is not None:
+        record["score"] = completion.score
+    return {**record, "stats": completion.stats.as_dict()}
 
 
 Media = opt.panel(
@@ -124,6 +146,11 @@ def _encoded(engine: Engine, item: Item) -> Item:
         return item
     given_ids = isinstance(item.prompt[0], int)
     return replace(item, prompt=ids, shown=engine.decode(ids) if given_ids else item.shown)
+
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
+    from slipstream.engine.generation import Completion, Piece
 
 
 @dataclass

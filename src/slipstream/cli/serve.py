@@ -198,7 +198,7 @@ def serve_draft(context: typer.Context) -> None:
 
     Example: slipstream serve-draft --draft Qwen/Qwen3-0.6B --host 0.0.0.0 --key-file draft.key
     """
-    from slipstream.drafters.remote.hello import read_key
+    from slipstream.drafters.remote.frames import read_key
     from slipstream.serve.drafts.server import DraftServer, DraftSettings, build, tls_context
     from slipstream.serve.sockets import listen
 

@@ -26,7 +26,7 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.hello import VocabularySketch, read_key
+from slipstream.drafters.remote.frames import VocabularySketch, read_key
 from slipstream.drafters.remote.link import DraftConnection, Settings, split_address
 from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.execution.draft_graphs import DraftsInGraphs

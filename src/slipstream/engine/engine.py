@@ -24,7 +24,7 @@ from slipstream.decoding.grammar import GrammarLimits, Grammars
 from slipstream.decoding.rules import BLOCK, WARM_UP, Rule, rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.decoding.scheduler import Scheduler, check_request
-from slipstream.drafters.known_first import KnownFirst
+from slipstream.drafters.choice import KnownFirst
 from slipstream.drafters.lookup import MOST
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.beams import BeamTexts

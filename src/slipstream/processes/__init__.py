@@ -3,8 +3,7 @@
 from slipstream.processes.costs import Costs, measure
 from slipstream.processes.laws import Discrete, Gaussian, Laws, Mixture, reject_until
 from slipstream.processes.numbers import Numbers
-from slipstream.processes.rounds import Kernel, ProcessRound
-from slipstream.processes.runs import Pooled, Run, Speculation, simulate
+from slipstream.processes.runs import Kernel, Pooled, ProcessRound, Run, Speculation, simulate
 
 __all__ = [
     "Costs",

@@ -14,7 +14,7 @@ from slipstream.core.draws import Purpose
 from slipstream.core.stats import Stats
 from slipstream.core.values import whole_number
 from slipstream.processes.numbers import Numbers
-from slipstream.processes.rounds import Kernel
+from slipstream.processes.runs import Kernel
 from slipstream.theory import best_gamma_by_position, expected_tokens, round_cost
 
 

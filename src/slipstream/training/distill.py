@@ -29,8 +29,8 @@ from slipstream.files import atomic_write
 from slipstream.models.loading.load import load_scorer
 from slipstream.text.jsontext import json_text
 from slipstream.theory import best_gamma_by_position, expected_tokens, round_cost
+from slipstream.training.lessons import objective_of
 from slipstream.training.material import SEQUENCE, Material, target_of
-from slipstream.training.objectives import objective_of
 from slipstream.training.trainer import Checkpoint, Diverged, Progress, Steps, Trainer, muon_and_adam, trapezoid
 
 STATE, MEASURED = "training.safetensors", "measured.json"

@@ -32,8 +32,7 @@ from slipstream.decoding.rules import BLOCK, COUPLED, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameType, encode
-from slipstream.drafters.remote.hello import Refused, VocabularySketch
+from slipstream.drafters.remote.frames import HEAD, LARGEST, Frame, FrameType, Refused, VocabularySketch, encode
 from slipstream.drafters.remote.link import DraftConnection, Settings
 from toys.tables import PAIRS, VOCAB, scorer
 from toys.texts import GREEDY, SAMPLE, request

@@ -25,8 +25,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
-from slipstream.drafters.choice import Choice
-from slipstream.drafters.known_first import KnownFirst
+from slipstream.drafters.choice import Choice, KnownFirst
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter

@@ -27,7 +27,7 @@ from slipstream.drafters.choice import Choice
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.remote.drafter import RemoteDrafter
-from slipstream.drafters.remote.hello import VocabularySketch
+from slipstream.drafters.remote.frames import VocabularySketch
 from slipstream.drafters.remote.link import DraftConnection
 from slipstream.drafters.remote.messages import DraftMode, OpenRow, settings_of
 from slipstream.drafters.specification import drafter

@@ -28,11 +28,16 @@ from slipstream.drafters.remote.frames import (
     Frame,
     FrameError,
     FrameType,
+    Refused,
+    VocabularySketch,
+    check_fit,
     decode_body,
     decode_head,
     encode,
+    nonce,
+    proven,
+    vouch,
 )
-from slipstream.drafters.remote.hello import Refused, VocabularySketch, check_fit, nonce, proven, vouch
 from slipstream.drafters.remote.messages import MOST_CANDIDATES
 
 

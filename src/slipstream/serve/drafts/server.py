@@ -19,8 +19,17 @@ from slipstream.core.protocols import Drafter
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramModel
-from slipstream.drafters.remote.frames import Frame, FrameError, FrameType, encode
-from slipstream.drafters.remote.hello import Refused, VocabularySketch, nonce, proven, vouch
+from slipstream.drafters.remote.frames import (
+    Frame,
+    FrameError,
+    FrameType,
+    Refused,
+    VocabularySketch,
+    encode,
+    nonce,
+    proven,
+    vouch,
+)
 from slipstream.drafters.remote.link import GREETING, read_frame
 from slipstream.drafters.remote.messages import OpenRow, draft_frame, read_ask
 from slipstream.drafters.specification import DrafterTerm, Syntax, drafter, parse
