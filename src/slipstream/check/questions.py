@@ -1,4 +1,4 @@
-"""The two halves of a check, with what they check: greedy decoding, token by token, and sampling, by laws and statistics."""
+"""The two halves of a check, and what they check: greedy decoding, token by token; sampling, by laws and statistics."""
 
 from __future__ import annotations
 

@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import app, say, tell
 from slipstream.cli.console import busy
-from slipstream.cli.options import (
-    MODELS,
-    OUTPUT,
-    Lossless,
-    Where,
-    chat_models,
-    grouped,
-    options_of,
-    own,
-    panel,
-    with_options,
-)
 from slipstream.core.model_options import ModelOptions
 from slipstream.text.jsontext import json_text
 
@@ -32,38 +21,40 @@ if TYPE_CHECKING:
     from slipstream.serve.recipe import Recipe
     from slipstream.serve.settings import ServeSettings
 
-HOST = own(str, "127.0.0.1", "The address to listen at; 0.0.0.0 is all.", "ADDRESS")
-ADDRESS = own(str | None, None, "The cluster. Without: RAY_ADDRESS, or one that is started here.", "ADDRESS")
+HOST = opt.own(str, "127.0.0.1", "The address to listen at; 0.0.0.0 is all.", "ADDRESS")
+ADDRESS = opt.own(str | None, None, "The cluster. Without: RAY_ADDRESS, or one that is started here.", "ADDRESS")
 
-Shared = panel(  # which a batch has too
+Shared = opt.panel(  # which a batch has too
     "Server",
-    names=own(list[str] | None, None, "What clients call the model. Repeatable.", "NAME", "--served-model-name"),
-    chat_template=own(Path | None, None, "A Jinja chat template in place of the tokenizer's.", "FILE"),
-    max_rows=own(int, 16, "Requests that run together.", "N", min=1),
-    cache_bytes=own(str, "512M", "Memory for prefixes of prompts that come again, as 512M; 0 keeps none.", "BYTES"),
-    memory=own(str | None, None, "Memory for the texts that run, as 4G; more wait. Without: no limit.", "BYTES"),
+    names=opt.own(list[str] | None, None, "What clients call the model. Repeatable.", "NAME", "--served-model-name"),
+    chat_template=opt.own(Path | None, None, "A Jinja chat template in place of the tokenizer's.", "FILE"),
+    max_rows=opt.own(int, 16, "Requests that run together.", "N", min=1),
+    cache_bytes=opt.own(str, "512M", "Memory for prefixes of prompts that come again, as 512M; 0 keeps none.", "BYTES"),
+    memory=opt.own(str | None, None, "Memory for the texts that run, as 4G; more wait. Without: no limit.", "BYTES"),
 )
 
-Server = panel(
+Server = opt.panel(
     "Server",
     host=HOST,
-    port=own(int, 8000, "The port to listen at; 0 is any free one.", "N", min=0, max=65535),
-    api_key_file=own(
+    port=opt.own(int, 8000, "The port to listen at; 0 is any free one.", "N", min=0, max=65535),
+    api_key_file=opt.own(
         Path | None, None, "Ask for a bearer key: one per line, after a tenant's name if it has one.", "FILE"
     ),
-    allow_host=own(
+    allow_host=opt.own(
         list[str] | None, None, "Without keys: serve requests for this host name too; * is any. Repeatable.", "NAME"
     ),
-    allow_image_host=own(list[str] | None, None, "Fetch images from this host too. Repeatable.", "HOST"),
-    allow_origin=own(list[str] | None, None, "Let pages of this origin use the server (CORS). Repeatable.", "ORIGIN"),
-    access_log=own(str | None, None, "A JSON line per request; - is standard output.", "FILE"),
-    log_prompts=own(bool, False, "Write prompts and answers to the access log too."),
+    allow_image_host=opt.own(list[str] | None, None, "Fetch images from this host too. Repeatable.", "HOST"),
+    allow_origin=opt.own(
+        list[str] | None, None, "Let pages of this origin use the server (CORS). Repeatable.", "ORIGIN"
+    ),
+    access_log=opt.own(str | None, None, "A JSON line per request; - is standard output.", "FILE"),
+    log_prompts=opt.own(bool, False, "Write prompts and answers to the access log too."),
 )
-Limited = panel(
+Limited = opt.panel(
     "Limits",
-    max_queue=own(int, 1024, "Requests that may wait; more get status 429.", "N", min=1),
-    max_body=own(str, "16M", "The longest body of a request, as 16M.", "BYTES"),
-    prefill_chunk=own(
+    max_queue=opt.own(int, 1024, "Requests that may wait; more get status 429.", "N", min=1),
+    max_body=opt.own(str, "16M", "The longest body of a request, as 16M.", "BYTES"),
+    prefill_chunk=opt.own(
         int | None,
         None,
         "Tokens of prompts that are read between two rounds; with fewer, running texts wait less. Without: 64 on a "
@@ -72,19 +63,19 @@ Limited = panel(
         min=1,
     ),
 )
-Cluster = panel(
+Cluster = opt.panel(
     "Cluster",
-    ray=own(bool, False, "Serve on a Ray cluster, by replicas that each hold the models."),
-    replicas=own(str | None, None, "Replicas: 2, or 1..4 for what the requests take.", "N|N..M"),
+    ray=opt.own(bool, False, "Serve on a Ray cluster, by replicas that each hold the models."),
+    replicas=opt.own(str | None, None, "Replicas: 2, or 1..4 for what the requests take.", "N|N..M"),
     ray_address=ADDRESS,
 )
-SERVED = grouped(  # options of models that serve many requests
+SERVED = opt.grouped(  # options of models that serve many requests
     *("pair", "rounds", "tree", "plan", "task", "compile", "threads", "target"), gamma="auto", verify="block"
 )
 
 
 @app.command()
-@with_options(Lossless, Server, Shared, Limited, Cluster, SERVED)
+@opt.with_options(opt.Lossless, Server, Shared, Limited, Cluster, SERVED)
 def serve(context: typer.Context) -> None:
     """Serve a model behind OpenAI's interface, with a page at /, until Ctrl-C or SIGTERM.
 
@@ -99,7 +90,7 @@ def serve(context: typer.Context) -> None:
         from slipstream.models.loading.origin import source_name
         from slipstream.serve.settings import Hosts, Limits, ServeSettings, read_keys
 
-        models = chat_models(context)
+        models = opt.chat_models(context)
         settings = ServeSettings(
             names=tuple(params["names"] or [source_name(models.target) or "embedded"]),
             keys=read_keys(params["api_key_file"]) if params["api_key_file"] else {},
@@ -174,25 +165,31 @@ def parse_bytes(name: str, text: str) -> int:
     return int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
 
 
-Drafting = panel(
-    MODELS,
-    draft=own(str, "embedded", "What drafts: hub name or folder, ngram:FILE, lookup, embedded, choices.", "DRAFT"),
-    tokenizer=own(str | None, None, "The targets' tokenizer, for drafts that have none: hub name or folder.", "NAME"),
+Drafting = opt.panel(
+    opt.MODELS,
+    draft=opt.own(str, "embedded", "What drafts: hub name or folder, ngram:FILE, lookup, embedded, choices.", "DRAFT"),
+    tokenizer=opt.own(
+        str | None, None, "The targets' tokenizer, for drafts that have none: hub name or folder.", "NAME"
+    ),
 )
-Listening = panel(
+Listening = opt.panel(
     "Server",
     host=HOST,
-    port=own(int, 8100, "The port to listen at; 0 is any free one.", "N", min=0, max=65535),
-    key_file=own(Path | None, None, "The key that clients must have; without: SLIPSTREAM_DRAFT_KEY, or none.", "FILE"),
-    tls_cert=own(Path | None, None, "A certificate (PEM): clients then use tls://.", "FILE"),
-    tls_key=own(Path | None, None, "The certificate's private key (PEM).", "FILE"),
-    max_rows=own(int, 64, "Texts that are drafted for at once.", "N", min=1),
+    port=opt.own(int, 8100, "The port to listen at; 0 is any free one.", "N", min=0, max=65535),
+    key_file=opt.own(
+        Path | None, None, "The key that clients must have; without: SLIPSTREAM_DRAFT_KEY, or none.", "FILE"
+    ),
+    tls_cert=opt.own(Path | None, None, "A certificate (PEM): clients then use tls://.", "FILE"),
+    tls_key=opt.own(Path | None, None, "The certificate's private key (PEM).", "FILE"),
+    max_rows=opt.own(int, 64, "Texts that are drafted for at once.", "N", min=1),
 )
-Ready = panel(OUTPUT, as_json=own(bool, False, "When it is ready, say where as one JSON object.", flag="--json"))
+Ready = opt.panel(
+    opt.OUTPUT, as_json=opt.own(bool, False, "When it is ready, say where as one JSON object.", flag="--json")
+)
 
 
 @app.command("serve-draft")
-@with_options(Drafting, Where, options_of(["compile"]), Listening, Ready)
+@opt.with_options(Drafting, opt.Where, opt.options_of(["compile"]), Listening, Ready)
 def serve_draft(context: typer.Context) -> None:
     """Serve a draft to targets elsewhere, until Ctrl-C or SIGTERM; they use it as --draft tcp://HOST:8100.
 

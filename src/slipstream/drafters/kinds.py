@@ -93,7 +93,11 @@ def build_model(
     dtype, device = loading.pop("dtype", None) or context.dtype, loading.pop("device", None) or context.device
     mode = replace(context.mode, precision=loading.pop("quantize", None))
     scorer = load_scorer(source, dtype, device, mode, kept, **loading)
-    _refuse_reader(context.target, scorer)
+    target, name, form = context.target, scorer.name, scorer.source_form
+    if form is not None and (ours := target.source_form) is None:
+        raise ValueError(f"{name} is an encoder-decoder, but {target.name} reads no source that it could share.")
+    if form is not None and ours is not None and ours.features != form.features:
+        raise ValueError(f"{name} takes other features ({form.features}) than {target.name} ({ours.features}).")
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
         if draft_vocab:
             raise ValueError(f"draft_vocab counts the target's tokens, and {scorer.name} has others: leave it out.")
@@ -102,16 +106,6 @@ def build_model(
         made = context.drafting(scorer)
     meanwhile = not (context.waits or context.drafted or context.mode.compiled)
     return ahead_or_waiting(made, context.target if meanwhile else None, ahead)
-
-
-def _refuse_reader(target: Scorer, draft: Scorer) -> None:
-    ours, form = target.source_form, draft.source_form
-    if form is None:
-        return
-    if ours is None:
-        raise ValueError(f"{draft.name} is an encoder-decoder, but {target.name} reads no source that it could share.")
-    if ours.features != form.features:
-        raise ValueError(f"{draft.name} takes other features ({form.features}) than {target.name} ({ours.features}).")
 
 
 def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:

@@ -123,8 +123,16 @@ class NgramModel:
             raise ValueError(f"order={order} is not possible: it must be between {ORDERS[0]} and {ORDERS[-1]}.")
         if not 1 <= vocab <= MOST_TOKENS:
             raise ValueError(f"vocab={vocab} is not possible: it must be between 1 and {MOST_TOKENS}.")
-        levels = _count(*_stream(sequences, vocab), order, vocab)
-        return _smooth(levels, vocab, on_progress or (lambda n, ngrams: None))
+        unigram, tables = np.empty(0), list[Table]()
+        for n, grams in enumerate(_count(*_stream(sequences, vocab), order, vocab), 1):
+            table = _discounted(grams, vocab)
+            if n == 1:  # it has every token, in order, and shares the mass that is left equally
+                unigram = table.alpha + table.gamma / np.float32(vocab)
+            else:
+                tables.append(table)
+            if on_progress:
+                on_progress(n, int(np.count_nonzero(grams.counts)))
+        return NgramModel(unigram, tuple(tables))
 
     def state(self, text: Sequence[int]) -> State:
         """Return the state after a text, given whole or by at least its last order - 1 tokens."""
@@ -251,19 +259,6 @@ def _count(stream: Array, age: Array, order: int, vocab: int) -> Iterator[_Grams
             ids = np.empty_like(ids)
             ids[ends[by_key]] = np.repeat(np.arange(len(new)), counts)
     yield _Grams(keys, counts, contexts)
-
-
-def _smooth(levels: Iterable[_Grams], vocab: int, on_progress: Progress) -> NgramModel:
-    """Make the model of the counts of every order, by interpolated modified Kneser-Ney smoothing."""
-    unigram, tables = np.empty(0), list[Table]()
-    for n, grams in enumerate(levels, 1):
-        table = _discounted(grams, vocab)
-        if n == 1:  # it has every token, in order, and shares the mass that is left equally
-            unigram = table.alpha + table.gamma / np.float32(vocab)
-        else:
-            tables.append(table)
-        on_progress(n, int(np.count_nonzero(grams.counts)))
-    return NgramModel(unigram, tuple(tables))
 
 
 def _discounted(grams: _Grams, vocab: int) -> Table:

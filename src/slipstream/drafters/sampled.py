@@ -64,8 +64,11 @@ def sample_after(
 
     Otherwise `feed` feeds them -> logits (rows, 1, vocab), and each drafted token is fed by itself.
     """
-    if (chains := _by_graphs(context, scorer, fed, gammas, vocab)) is not None:
-        return Draft(*chains, tuple(gammas))
+    if getattr(scorer, "draft_graphs", None) is not None and (wanted := temperatures_of(context.rows)) is not None:
+        chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(wanted) else ()
+        if chances is not None:  # tokens and laws equal those that are drawn token by token
+            tokens, law = scorer.chain(Wish(fed, gammas, wanted, vocab, chances))
+            return Draft(tokens, law, tuple(gammas))
 
     def law_after(tokens: Tensor) -> Law:
         i = tokens.shape[1]
@@ -73,13 +76,3 @@ def sample_after(
         return law_of(context, pad_vocabulary(logits, vocab), tokens, scorer.name)
 
     return sample_chain(context, law_after, gammas, scorer.device)
-
-
-def _by_graphs(
-    context: Context, scorer: Any, fed: Sequence[Sequence[int]], gammas: Sequence[int], vocab: int
-) -> tuple[Tensor, Law] | None:
-    """Draft with graphs -> tokens and laws equal to those drawn token by token; None if only that is possible."""
-    if getattr(scorer, "draft_graphs", None) is None or (temperatures := temperatures_of(context.rows)) is None:
-        return None
-    chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(temperatures) else ()
-    return None if chances is None else scorer.chain(Wish(fed, gammas, temperatures, vocab, chances))

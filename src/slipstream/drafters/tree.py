@@ -70,8 +70,14 @@ class TreeDrafter:
         tokens = torch.empty(len(context.rows), 0, dtype=torch.long, device=self.scorer.device)
         laws: list[Law] = []
         for level, (start, end) in enumerate(pairwise(ends)):
-            drawn, law = self._level(context, logits, tokens, (parents[:end], start, level))
-            tokens, laws = torch.cat([tokens, drawn], 1), [*laws, law]
+            above = sorted(set(parents[start:end]))  # the parents, in the order of their logits
+            texts = Prefixes(tokens.clamp(min=0), [ancestors(parents)[node] if node >= 0 else () for node in above])
+            law = context.law(pad_vocabulary(logits, self.vocab), texts, self.scorer.name)
+            picks = [self._siblings(context, law, (place, start, level)) for place in range(len(above))]
+            drawn = torch.cat([each for each, _ in picks], 1)
+            if level:  # children of a missing candidate are missing
+                drawn = drawn.where(tokens[:, list(parents[start:end])] != ABSENT, ABSENT)
+            tokens, laws = torch.cat([tokens, drawn], 1), [*laws, *(law for _, law in picks)]
             if end < len(parents):
                 tree = Tree.of(parents[:end], end - start)
                 logits = self.scorer.extend(
@@ -83,20 +89,6 @@ class TreeDrafter:
 
     def observe(self, round: Round) -> None:
         self._follower.rollback(round)
-
-    def _level(
-        self, context: Context, logits: Tensor, tokens: Tensor, place: tuple[tuple[int, ...], int, int]
-    ) -> tuple[Tensor, Law]:
-        """Draw the candidates (rows, nodes of this level) from their parents' logits -> them, and the law of each."""
-        parents, start, level = place
-        above = sorted(set(parents[start:]))  # the parents, in the order of their logits
-        texts = Prefixes(tokens.clamp(min=0), [ancestors(parents)[node] if node >= 0 else () for node in above])
-        law = context.law(pad_vocabulary(logits, self.vocab), texts, self.scorer.name)
-        picks = [self._siblings(context, law, (place, start, level)) for place in range(len(above))]
-        drawn = torch.cat([tokens for tokens, _ in picks], 1)
-        if level:  # children of a missing candidate are missing
-            drawn = drawn.where(tokens[:, list(parents[start:])] != ABSENT, ABSENT)
-        return drawn, Law.join([law for _, law in picks], 1)
 
     def _siblings(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
         """Draw the children of one node -> tokens (rows, width), and the law they were drawn from.

@@ -1,4 +1,4 @@
-"""Rounds of speculative execution (Algorithm 1 of arXiv 2211.17192) for any law of the next state; runs of many chains."""
+"""Rounds of speculative execution, Algorithm 1 of arXiv 2211.17192 for any law of the next state, and runs of them."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Body(BaseModel):
     def _read(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
             return handler(data)
-        own, ignored, fields = _names(cls), [], {}
-        if (kinds := _kinds(cls)) and data.get("type", kinds[0]) not in (None, *kinds):
+        own, ignored, fields, kind = _names(cls), [], {}, cls.model_fields.get("type")
+        if kind and (kinds := get_args(kind.annotation)) and data.get("type", kinds[0]) not in (None, *kinds):
             return handler({name: value for name, value in data.items() if name in own})  # the others are that kind's
         for name, value in data.items():
             if value is None:
@@ -116,11 +116,6 @@ def ignored(body: Any, path: str = "") -> Iterator[str]:
 @cache
 def _names(model: type[Body]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
-
-
-@cache
-def _kinds(model: type[Body]) -> tuple[Any, ...]:
-    return get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
 def _check_other(name: str, value: Any, model: type[Body]) -> None:

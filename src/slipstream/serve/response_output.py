@@ -151,7 +151,15 @@ class ResponseOutput:
                 yield from self._begin(OutputReasoning(id=f"rs_{new_id()}", content=[ReasoningText(text="")]))
             elif kind == "content" and not isinstance(self._open, OutputMessage):
                 yield from self._begin(OutputMessage(id=f"msg_{new_id()}", content=[OutputText(text="")]))
-            yield from self._write(text)
+            item = self._open
+            if isinstance(item, OutputCall):
+                item.arguments += text
+                if text:
+                    yield "function_call_arguments.delta", {**self._place, "delta": text}
+            elif item is not None:
+                [part] = item.content
+                part.text += text
+                yield f"{part.type}.delta", {**self._place, **_of_text(part), "delta": text}
 
     def end(self, status: str) -> Iterator[Told]:
         """End the output -> the last events; a response without any item gets a message without a text."""
@@ -181,17 +189,6 @@ class ResponseOutput:
         yield "output_item.added", {"output_index": self._place["output_index"], "item": bare.model_copy()}
         if not isinstance(item, OutputCall):
             yield "content_part.added", {**self._place, "content_index": 0, "part": item.content[0].model_copy()}
-
-    def _write(self, text: str) -> Iterator[Told]:
-        item = self._open
-        if isinstance(item, OutputCall):
-            item.arguments += text
-            if text:
-                yield "function_call_arguments.delta", {**self._place, "delta": text}
-        elif item is not None:
-            [part] = item.content
-            part.text += text
-            yield f"{part.type}.delta", {**self._place, **_of_text(part), "delta": text}
 
     def _close(self, status: str) -> Iterator[Told]:
         item, self._open = self._open, None

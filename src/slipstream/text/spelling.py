@@ -48,7 +48,11 @@ class Spelling:
     def write(self, token: int) -> bytes:
         """Return the bytes of a token as they stand inside a text; for a special token, those of its name."""
         if token not in self._known:
-            self._known[token] = self._bytes(token)
+            # Read from its name, if a way to read names is known; else decoded after a word.
+            name = self._tokenizer.convert_ids_to_tokens(token) if self._reading and token not in self._added else None
+            read = self._reading(name) if self._reading and name is not None else None
+            piece = (self._decoded_after.text(token).encode() if read is None else read) or b""
+            self._known[token] = self.hidden[token].encode() if token in self.hidden else piece
         return self._known[token]
 
     def text(self, token: int) -> str:
@@ -58,21 +62,10 @@ class Spelling:
     def _decoded(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _bytes(self, token: int) -> bytes:
-        """Read the bytes of a token from its name, if a way to read names is known; else decode it after a word."""
-        if token in self.hidden:
-            return self.hidden[token].encode()
-        name = self._tokenizer.convert_ids_to_tokens(token) if self._reading and token not in self._added else None
-        read = self._reading(name) if self._reading and name is not None else None
-        return (self._decoded_after.text(token).encode() if read is None else read) or b""
-
-    @cached_property
-    def _ordinary(self) -> dict[int, str]:
-        return {number: name for name, number in self._tokenizer.get_vocab().items() if number not in self._added}
-
     @cached_property
     def _decoded_after(self) -> DecodedAfter:
-        return DecodedAfter(self._tokenizer, self._ordinary)
+        names = self._tokenizer.get_vocab().items()
+        return DecodedAfter(self._tokenizer, {number: name for name, number in names if number not in self._added})
 
     @cached_property
     def _reading(self) -> Reading | None:

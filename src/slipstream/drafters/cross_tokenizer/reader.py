@@ -216,21 +216,17 @@ class RetokenizingReader:
         """Roll the cache back to the tokens that still agree -> those to feed; the last is fed again for its logits."""
         missing = []
         for place, reading in enumerate(self.readings):
-            ids = reading.ids
-            self._slide(place, len(ids), room)
+            ids, limit, start = reading.ids, self.scorer.context, self.starts[place]
+            # A new window of half the context begins if text and draft no longer fit, or the reading became shorter.
+            if limit is not None and (len(ids) - start + room > limit or len(ids) <= start):
+                self.starts[place] = max(0, len(ids) - max(1, min(limit // 2, limit - room)))
+                self._fed[place] = []
             ids = ids[self.starts[place] :]
             have = min(common_length(self._fed[place], ids), max(0, len(ids) - 1))
             del self._fed[place][have:]
             missing.append(ids[have:])
         self.scorer.rollback([len(fed) for fed in self._fed])
         return missing
-
-    def _slide(self, place: int, length: int, room: int) -> None:
-        """Begin a new window of half the context if text and draft no longer fit, or the reading became shorter."""
-        limit, start = self.scorer.context, self.starts[place]
-        if limit is not None and (length - start + room > limit or length <= start):
-            self.starts[place] = max(0, length - max(1, min(limit // 2, limit - room)))
-            self._fed[place] = []
 
     def _note(self, tokens: Sequence[Sequence[int]]) -> None:
         for fed, new in zip(self._fed, tokens, strict=True):

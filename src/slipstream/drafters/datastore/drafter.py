@@ -124,14 +124,7 @@ class Datastore(CopyingDrafter[Trace]):
         return source_tokens(row, self.vocab) or row.request.prompt
 
     def copy(self, row: Row, gamma: int) -> list[int]:
-        best = max(self._matches(row, gamma), key=lambda match: match.length, default=Match())
-        most = min(gamma, int(self.settings.factor * best.length + self.settings.offset))
-        pairs = zip(best.tokens[:most], best.chances, strict=False)
-        return [token for token, chance in pairs if chance >= self.settings.chance]
-
-    def _matches(self, row: Row, gamma: int) -> list[Match]:
-        """Return the match of each source that has tokens, own text first: of equally long ones the first is used."""
-        trace, matches = self.known[row], list[Match]()
+        trace, matches = self.known[row], list[Match]()  # own text first: of equally long ones the first is used
         if self.settings.own:
             trace.own.follow([*source_tokens(row, self.vocab), *row.tokens])
             copy = trace.own.following(gamma)
@@ -143,7 +136,10 @@ class Datastore(CopyingDrafter[Trace]):
             matches.append(match)
         if self.corpus is not None:
             matches.append(self.corpus.match(row.tokens, gamma))
-        return [match for match in matches if match.tokens]
+        best = max((match for match in matches if match.tokens), key=lambda match: match.length, default=Match())
+        most = min(gamma, int(self.settings.factor * best.length + self.settings.offset))
+        pairs = zip(best.tokens[:most], best.chances, strict=False)
+        return [token for token, chance in pairs if chance >= self.settings.chance]
 
 
 def open_corpus(folder: str | os.PathLike[str], tokenizer: str = "") -> Corpus | None:
