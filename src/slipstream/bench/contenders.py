@@ -1,7 +1,5 @@
 """The contenders of a benchmark: Slipstream's, by draft, rule and gamma, and those of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

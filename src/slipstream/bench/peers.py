@@ -4,8 +4,6 @@ All run with the models as transformers loads them, without packed weights, and 
 replaces the model's own for the call: its settings (top-k 50, penalties, end tokens) would make the work different.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

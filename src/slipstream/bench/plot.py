@@ -1,7 +1,5 @@
 """Plots a report: a bar per contender, with the spread over the repetitions; and checks where plots can be written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

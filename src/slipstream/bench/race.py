@@ -1,7 +1,5 @@
 """Runs contenders against each other on one task, timed from outside by the same code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from operator import eq

@@ -1,7 +1,5 @@
 """The records of the benchmark: settings, tasks, contenders and results; and the built-in prompts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 sampled ones by the exact law of the rule and by chi-squared. The same tests have to notice broken rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.metadata import distributions

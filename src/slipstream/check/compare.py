@@ -1,7 +1,5 @@
 """Compares texts with plain decoding: its choices, the effect of rounding on them, and where texts end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Deliberately broken rules, as negative controls: a check that does not notice them proves nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

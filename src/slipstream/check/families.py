@@ -5,8 +5,6 @@ other round, and compared with transformers' own `generate` of each prompt alone
 of its own, so that a crash or an endless run affects only itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

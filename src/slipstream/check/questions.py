@@ -1,7 +1,5 @@
 """The two halves of a check, and what they check: greedy decoding, token by token; sampling, by laws and statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Records decoding: the scores, laws and draws of every round, and the emitted tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The report of a check: answers, controls and a verdict, as text or JSON."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from textwrap import fill

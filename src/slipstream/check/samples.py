@@ -1,7 +1,5 @@
 """The statistical test: every token of many short texts is compared with the target's law at its position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The command-line application: its exit codes, and errors of the user reported in one sentence."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

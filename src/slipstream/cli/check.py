@@ -1,7 +1,5 @@
 """`slipstream check`: is the output the target's own? Exit code 0 if so, 1 if not, 3 if this cannot be judged."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`slipstream draft`: builds drafts from texts, says what a target can draft with, forgets stored responses."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`slipstream models`: which architectures work, tried on tiny random models."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The options that several commands share, with their names, help texts and limits."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

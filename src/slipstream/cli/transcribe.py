@@ -1,7 +1,5 @@
 """`slipstream transcribe`: sound files to text, or to subtitles, by a Whisper with a draft."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path

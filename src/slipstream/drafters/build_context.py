@@ -1,7 +1,5 @@
 """`BuildContext`: the target and the settings for which a draft is built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

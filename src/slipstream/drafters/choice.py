@@ -1,7 +1,5 @@
 """Choose among several drafters: what is known first, the first that has a draft, or the one measured to be fastest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What the drafters that copy share: a record per running row, and drafts of copied tokens."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Generic, TypeVar

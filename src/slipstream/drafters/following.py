@@ -1,7 +1,5 @@
 """`Follower` keeps a draft model's cache up to date with the texts of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

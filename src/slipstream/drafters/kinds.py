@@ -3,8 +3,6 @@
 A builder that `kind` registers makes a new drafter available in specification strings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

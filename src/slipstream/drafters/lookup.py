@@ -5,8 +5,6 @@ code, tables). The match is exact and of any length: a suffix automaton (Blumer 
 SAM decoding (arXiv 2411.10666); the draft grows with the match, as in suffix decoding (arXiv 2411.04975).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 

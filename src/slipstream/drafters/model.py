@@ -1,7 +1,5 @@
 """Drafting by a smaller model: the paper's approximation model M_q, sampled token by token as a chain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

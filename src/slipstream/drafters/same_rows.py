@@ -10,8 +10,6 @@ layers in the middle needs no training (Draft & Verify, arXiv 2309.08168). How w
 and `slipstream.plan.layers` measures it. Behind a skipped layer, the keys of drafted tokens are approximations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

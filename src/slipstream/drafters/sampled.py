@@ -1,7 +1,5 @@
 """Samples chains: `sample_chain` from laws token by token, `sample_after` from a Scorer, all at once with graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

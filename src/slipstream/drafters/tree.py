@@ -1,7 +1,5 @@
 """`TreeDrafter` drafts a tree of candidates, level by level, from a smaller model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, pairwise
 from numbers import Integral

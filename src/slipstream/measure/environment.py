@@ -1,7 +1,5 @@
 """The facts that figures depend on: machine, threads, versions, models, and the load before the measurement."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

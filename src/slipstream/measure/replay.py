@@ -1,7 +1,5 @@
 """Makes requests that measure, and feeds finished texts to the target again, for the laws of plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch

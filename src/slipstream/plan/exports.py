@@ -4,8 +4,6 @@ Names are those of transformers 5, vLLM (`--speculative-config`), SGLang (`--spe
 (`--spec-*`). Their engines draft with models and by looking up the prompt; all other drafts only exist here.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from itertools import pairwise

@@ -6,8 +6,6 @@ wait, for as long as reading it was measured to take. Of two replicas drawn at r
 the shorter queue.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import random

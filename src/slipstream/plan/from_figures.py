@@ -1,7 +1,5 @@
 """Predictions from known figures: alpha and costs -> gamma, tokens per target call, speed. Needs no model, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

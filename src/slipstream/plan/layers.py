@@ -8,8 +8,6 @@
    decoding wins, the result is not to draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """The whole of planning: measure, predict, choose, verify the choice against plain decoding, and report."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

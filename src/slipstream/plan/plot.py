@@ -1,7 +1,5 @@
 """The plan as a picture: predicted speed by gamma with its interval, and the cost of a pass by its number of tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.files import atomic_write

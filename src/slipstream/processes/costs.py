@@ -1,7 +1,5 @@
 """Measures the cost of f and f' on this machine; the paper's model then gives the best gamma and the speed-up."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

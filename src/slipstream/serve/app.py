@@ -1,7 +1,5 @@
 """The application: all routes, the gate before them, and the answers to errors."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import traceback

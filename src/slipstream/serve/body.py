@@ -1,7 +1,5 @@
 """`Body`: how the JSON objects of requests are read, which fields may be there, and what is said of a wrong one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache

@@ -1,7 +1,5 @@
 """A call of an endpoint: its tickets, which are awaited together, and the fields of an answer besides its text."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Begins the answer to a chat: for /v1/chat/completions, and for /v1/responses, whose requests mean a chat."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from time import monotonic

@@ -3,8 +3,6 @@
 They are response templates of transformers, for models whose tokenizers come without one.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

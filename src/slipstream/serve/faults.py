@@ -1,7 +1,5 @@
 """Errors in OpenAI's form: a message, the field of the request it is about, and the HTTP status."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

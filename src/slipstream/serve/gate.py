@@ -1,7 +1,5 @@
 """The middleware before every route: keys, limits on headers and bodies, a request id, and the access log."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Log probabilities in the two forms of OpenAI's interface."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isnan, nan
 

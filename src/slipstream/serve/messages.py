@@ -1,7 +1,5 @@
 """Anthropic's Messages API: bodies, the chats that they stand for, and answers, whole and in events."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field

@@ -1,7 +1,5 @@
 """Counters and times for Prometheus, under our own names and under vLLM's, whose dashboards then work unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields of a request -> the options of the engine, under the engine's names."""
 
-from __future__ import annotations
-
 import secrets
 from hashlib import sha256
 from typing import Any

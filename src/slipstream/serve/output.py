@@ -1,7 +1,5 @@
 """How answers are sent: as a whole, or as server-sent events, in which an error becomes the last one."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 

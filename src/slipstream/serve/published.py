@@ -4,8 +4,6 @@ OpenAI, vLLM, SGLang, llama.cpp and the clients of each publish them. With a val
 and named in a header of the answer; any other value would change the answer, and is refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Others = dict[str, tuple[Any, ...] | None]  # the values that change nothing: (): none, None: all

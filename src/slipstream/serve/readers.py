@@ -1,7 +1,5 @@
 """How the text of a model becomes an assistant's message, piece by piece: reasoning, content and calls of tools."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

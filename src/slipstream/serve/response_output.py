@@ -1,7 +1,5 @@
 """The answers of /v1/responses: their objects, the events that tell of items, and the last ones, to go on with."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The body of /v1/responses, field by field."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag

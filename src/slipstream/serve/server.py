@@ -1,7 +1,5 @@
 """Running the server: a socket, signals, and the exit code."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """What servers share: listening sockets, and lines on standard error."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from contextlib import suppress

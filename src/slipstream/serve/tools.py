@@ -1,7 +1,5 @@
 """Tools: which tools the model may or must call, the grammar of calls, and what reads its answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Converts tokens to text as they are emitted: complete characters only, up to a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 Decode = Callable[[Sequence[int]], str]  # A function that decodes token ids to text

@@ -1,7 +1,5 @@
 """Reads documents from text files, JSON lines, folders, arrays and datasets, as texts or token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversion to valid JSON, used for every JSON text that Slipstream writes, and from it, line by line."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 A prompt that cannot be read becomes an item with an error, so that the others can still be used.
 """
 
-from __future__ import annotations
-
 import gzip
 import sys
 import zlib

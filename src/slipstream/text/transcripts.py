@@ -1,7 +1,5 @@
 """Transcripts of speech with times, as text and as subtitles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Head k learns, at every position of the text, the target's own law k tokens late
 holds more information than the one token that follows in the text. The target runs once per batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lessons, rows of tokens with the target's law at every position, and what is learned from them: objectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Students: new draft models of a target's own architecture and tokenizer, and saving them with a model card."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

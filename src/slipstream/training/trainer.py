@@ -1,7 +1,5 @@
 """`Trainer`, which trains a model on a loss: schedule, clipping, optimizers, progress, and a state for resuming."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

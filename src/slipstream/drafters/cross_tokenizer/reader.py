@@ -1,7 +1,5 @@
 """Reads the target's texts in the draft's own tokens while they grow, and keeps the draft's cache up to date."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ exact rounds is exact. For the same reason `StringMatch` may drop what it wrote,
 law: it writes the likeliest tokens, since a point mass x is kept with chance p(x).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

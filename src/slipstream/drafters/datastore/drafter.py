@@ -6,8 +6,6 @@ or by the beginning of the response. The longest match of all sources is the dra
 2411.04975 for responses).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Embeddings of requests, by which the response memory finds similar ones, and the search for the nearest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from importlib import import_module

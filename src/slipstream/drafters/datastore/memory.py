@@ -5,8 +5,6 @@ process that is killed in mid-write leaves the entry whole or not at all. Every 
 tenant is never a draft of another, and limits hold per namespace, so that tenants do not evict each other's entries.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sqlite3

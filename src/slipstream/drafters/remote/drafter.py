@@ -26,8 +26,6 @@ state. While the target verifies, the server continues as if the whole draft wer
 discards what it drafted from a wrong guess.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

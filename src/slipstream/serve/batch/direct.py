@@ -1,7 +1,5 @@
 """Running a batch without the server's libraries: lines in our own format go to the engine as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

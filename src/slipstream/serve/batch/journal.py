@@ -1,7 +1,5 @@
 """The storage of answers while a batch runs: none is lost or made twice, however the run is interrupted."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

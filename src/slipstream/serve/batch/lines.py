@@ -1,7 +1,5 @@
 """The lines of a batch, prompts in files -> requests to the server's endpoints, and the formats of answers."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

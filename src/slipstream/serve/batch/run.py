@@ -1,7 +1,5 @@
 """Running a batch: its lines are sent to the server's own application, in this process and without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

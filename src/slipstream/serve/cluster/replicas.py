@@ -1,7 +1,5 @@
 """Replicas of the server on a Ray cluster, behind a front that sends prompts with equal beginnings to the same one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress

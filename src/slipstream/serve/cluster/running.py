@@ -1,7 +1,5 @@
 """Runs replicas until a signal: starts or joins a Ray cluster, serves, and shuts down."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

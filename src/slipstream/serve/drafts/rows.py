@@ -4,8 +4,6 @@ Each row holds the text that its client has committed and, behind it, tokens tha
 equals the guessed tokens keeps the rest of them; any other discards the tokens that it contradicts, by position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile

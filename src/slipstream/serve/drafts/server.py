@@ -1,7 +1,5 @@
 """The draft server: sockets in one thread with an event loop, the drafter in another, and frames between them."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue

@@ -1,7 +1,5 @@
 """/v1/audio/transcriptions and translations: sound in, text out, for Whisper."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """/v1/chat/completions: the messages of a chat in, the assistant's message out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """The /v1/completions endpoint: continues prompts (of an encoder-decoder: sources), and takes the best of several."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

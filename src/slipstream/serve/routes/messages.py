@@ -1,7 +1,5 @@
 """/v1/messages: a chat in the form of Anthropic's Messages API, and the number of its tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, health, version, properties and metrics of the server; and tokens of texts."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool

@@ -1,7 +1,5 @@
 """The web page: a chat in the browser that shows which tokens came from the draft. Its files are in the package."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response

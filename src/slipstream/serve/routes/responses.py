@@ -1,7 +1,5 @@
 """/v1/responses: texts, reasoning and calls of functions, in the newer form of OpenAI's interface."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
