@@ -52,13 +52,11 @@ def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
         raise SystemExit(INTERRUPTED) from None
     price, rows = params["price"], known["plain"].rows[-1]
     if params["as_json"]:
-        simulated = []
-        for kinds in fleets.values():
-            costs = {
-                name: {} if price is None else {"cost_per_million_tokens": each.cost(price)}
-                for name, each in kinds.items()
-            }
-            simulated.append({name: {**each.as_dict(), **costs[name]} for name, each in kinds.items()})
+
+        def shown(each: Service) -> dict[str, Any]:
+            return each.as_dict() | ({} if price is None else {"cost_per_million_tokens": each.cost(price)})
+
+        simulated = [{name: shown(each) for name, each in kinds.items()} for kinds in fleets.values()]
         print(json_text({"measured": dict(plan.machine), "rows_per_replica": rows, "simulated": simulated}))
     else:
         _show(fleets, price, rows, plan)
@@ -73,8 +71,7 @@ def _show(by_replicas: dict[int, dict[str, Service]], price: float | None, rows:
             cells = (
                 f"{each.busy:.0%}",
                 f"{each.tokens_per_second:.0f}",
-                f"{first['p50']:.2f} s",
-                f"{first['p99']:.2f} s",
+                *(f"{first[q]:.2f} s" for q in ("p50", "p99")),
             )
             more = () if price is None else (f"{each.cost(price):.2f}",)
             table.add_row(str(replicas), name, *cells, f"{1000 * between:.0f} ms", f"{each.behind:.0f} s", *more)

@@ -5,6 +5,7 @@ A builder that `kind` registers makes a new drafter available in specification s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,14 +186,12 @@ def _graphed(context: BuildContext, scorer: AScorer) -> AScorer:
     return scorer
 
 
-@kind("int8", "the target's own weights in 8 bits, on its own cache", **OWN_WEIGHTS)
-def int8(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return quantized(context, "int8", **options)
+def named(precision: str, context: BuildContext, value: str, **options: Any) -> Drafter:
+    return quantized(context, precision, **options)
 
 
-@kind("int4", "the target's own weights in 4 bits, on its own cache", **OWN_WEIGHTS)
-def int4(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return quantized(context, "int4", **options)
+kind("int8", "the target's own weights in 8 bits, on its own cache", **OWN_WEIGHTS)(partial(named, "int8"))
+kind("int4", "the target's own weights in 4 bits, on its own cache", **OWN_WEIGHTS)(partial(named, "int4"))
 
 
 SINKS = 4  # the first tokens of a text, which get much attention in every text (arXiv 2309.17453)
@@ -316,27 +315,10 @@ def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
 WAIT = 5.0  # the seconds to wait for a draft server's first answer; after that, decoding starts without it
 
 
-@kind("tcp://HOST:PORT", "a draft on another machine, served by `slipstream serve-draft`", **SERVER)
-def tcp(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return _remote("tcp", context, value, **options)
-
-
-@kind("tls://HOST:PORT", "the same, over TLS", **SERVER)
-def tls(context: BuildContext, value: str, **options: Any) -> Drafter:
-    return _remote("tls", context, value, **options)
-
-
-def _remote(protocol: str, context: BuildContext, value: str, **options: Any) -> Drafter:
+def remote(protocol: str, context: BuildContext, value: str, **options: Any) -> Drafter:
     host, port = split_address(protocol, value)
-    settings = Settings(
-        host,
-        port,
-        protocol == "tls",
-        read_key(options.get("key_file")),
-        options.get("ca_file"),
-        options.get("timeout_ms", 1000.0) / 1000,
-        **{name: options[name] for name in ("trust", "top", "ahead") if name in options},
-    )
+    key, timeout = read_key(options.pop("key_file", None)), options.pop("timeout_ms", 1000.0) / 1000
+    settings = Settings(host, port, protocol == "tls", key, timeout=timeout, **options)
     if context.target.source_form is not None and context.target.source_form.features:
         raise ValueError(f"{context.target.name} takes audio, which is not sent to draft servers: use a local draft.")
     connection = DraftConnection(settings, VocabularySketch.of(context.target.vocab, context.tokenizer))
@@ -350,3 +332,9 @@ def _remote(protocol: str, context: BuildContext, value: str, **options: Any) ->
     absent = f"{settings.url} cannot be reached ({fault}): decoding goes on without a draft until it can."
     context.notes.append(absent if fault else reached)
     return RemoteDrafter(connection, context.target.vocab, settings.trust, settings.top, settings.ahead)
+
+
+kind("tcp://HOST:PORT", "a draft on another machine, served by `slipstream serve-draft`", **SERVER)(
+    partial(remote, "tcp")
+)
+kind("tls://HOST:PORT", "the same, over TLS", **SERVER)(partial(remote, "tls"))

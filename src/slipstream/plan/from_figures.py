@@ -3,19 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.theory import (
-    LIMIT,
-    Curve,
-    best_gamma,
-    flat,
-    guaranteed_factor,
-    longest_delay,
-    operations_factor,
-    oracle_factor,
-    remote_factor,
-    tokens_per_round,
-    walltime_factor,
-)
+import slipstream.theory as theory
 
 AROUND = 4  # the number of lines shown on each side of the best gamma
 
@@ -66,27 +54,31 @@ def promise(
     costs, and a curve that does not begin with 1.
     """
     c_hat = c if c_hat is None else c_hat
-    verify = as_curve(curve) if curve else flat
+    verify = as_curve(curve) if curve else theory.flat
 
     def factor(gamma: int, away: float | None = delay) -> float:
         if away is None:
-            return walltime_factor(alpha, gamma, c, verify)
-        return remote_factor(alpha, gamma, c, away, verify)
+            return theory.walltime_factor(alpha, gamma, c, verify)
+        return theory.remote_factor(alpha, gamma, c, away, verify)
 
     def line(gamma: int) -> GammaFigures:
         return GammaFigures(
-            gamma, tokens_per_round(alpha, gamma), factor(gamma), operations_factor(alpha, gamma, c_hat)
+            gamma, theory.tokens_per_round(alpha, gamma), factor(gamma), theory.operations_factor(alpha, gamma, c_hat)
         )
 
-    best = best_gamma(alpha, c, verify=verify) if delay is None else max(range(LIMIT + 1), key=factor)
-    longest = None if delay is None else longest_delay(lambda away: max(factor(g, away) for g in range(1, LIMIT + 1)))
+    best = theory.best_gamma(alpha, c, verify=verify) if delay is None else max(range(theory.LIMIT + 1), key=factor)
+    longest = (
+        None
+        if delay is None
+        else theory.longest_delay(lambda away: max(factor(g, away) for g in range(1, theory.LIMIT + 1)))
+    )
     shown = gammas or range(max(1, best - AROUND), max(1, best) + AROUND + 1)
     lines = tuple(line(gamma) for gamma in shown)
-    bounds = (guaranteed_factor(alpha, c), oracle_factor(alpha, c))
+    bounds = (theory.guaranteed_factor(alpha, c), theory.oracle_factor(alpha, c))
     return Figures(alpha, c, c_hat, lines, line(best), *bounds, delay, longest)
 
 
-def as_curve(points: Sequence[float]) -> Curve:
+def as_curve(points: Sequence[float]) -> theory.Curve:
     """Return the function rows -> T(rows)/T(1) of the points T(1)/T(1), T(2)/T(1), ..."""
     if not points or abs(points[0] - 1) > 1e-9 or min(points) <= 0:
         raise ValueError(f"the curve {list(points)} is not possible: it begins with 1 and has positive entries.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -20,28 +20,19 @@ from slipstream.serve.output import ERRORS, Answering, answered, completed, even
 from slipstream.serve.schema import ExtraFile, InfillRequest
 from slipstream.serve.state import ServerState, state_of, tenant_of
 
-
-class Marks(NamedTuple):
-    """The tokens before the prefix, the suffix and the middle. Without the last, the suffix comes before the prefix."""
-
-    prefix: str
-    suffix: str
-    middle: str | None
-
-
-MARKS = (  # marks of published families
-    Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
-    Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
-    Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
-    Marks("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    Marks("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
-    Marks("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed
-    Marks("<PRE>", "<SUF>", "<MID>"),
-    Marks("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
-    Marks("[PREFIX]", "[SUFFIX]", None),  # Codestral
+# The tokens before the prefix, the suffix and the middle. Without the last, the suffix comes before the prefix.
+MARKS: tuple[tuple[str, str, str | None], ...] = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, SmolLM
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+    ("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-
 REPOSITORY = ("<|repo_name|>", "<reponame>", "<repo_name>", "<|repo|>")
 FILE = ("<|file_sep|>", "<file_sep>", "<filename>")  # before the name of another file of the context
 ENDS = (*FILE, *REPOSITORY, "<|fim_pad|>", "<fim_pad>", "▁<EOT>", "<EOT>")  # of what is filled in
@@ -63,16 +54,16 @@ class Infill:
     @lru_cache(maxsize=1)
     def of(tokenizer: Any) -> Infill | None:
         ids = tokenizer.get_vocab()
-        marks = next((marks for marks in MARKS if all(mark is None or mark in ids for mark in marks)), None)
-        if marks is None:
+        known = next((marks for marks in MARKS if all(mark is None or mark in ids for mark in marks)), None)
+        if known is None:
             return None
-        middle = None if marks.middle is None else ids[marks.middle]
+        marks = ids[known[0]], ids[known[1]], None if known[2] is None else ids[known[2]]
         text = tokenizer.encode("x", add_special_tokens=False)
         whole = tokenizer.encode("x")
         begin = whole[: len(whole) - len(text)] if text and whole[-len(text) :] == text else []
         repository, file = (next((ids[name] for name in names if name in ids), None) for names in (REPOSITORY, FILE))
         ends = tuple(ids[name] for name in ENDS if name in ids)
-        return Infill(tokenizer, (ids[marks.prefix], ids[marks.suffix], middle), tuple(begin), repository, file, ends)
+        return Infill(tokenizer, marks, tuple(begin), repository, file, ends)
 
     def prompt(self, prefix: str, suffix: str, extra: Sequence[ExtraFile] = ()) -> tuple[int, ...]:
         before, after, middle = self.marks
