@@ -23,7 +23,7 @@ from slipstream.serve.gate import AccessLog, Gate
 from slipstream.serve.json_route import off_loop
 from slipstream.serve.messages import MessageEvent
 from slipstream.serve.response_output import ResponseEvent
-from slipstream.serve.routes import audio, chat, completions, infill, messages, models, page, responses
+from slipstream.serve.routes import audio, chat, completions, infill, messages, models, responses
 from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
@@ -79,7 +79,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
         exception_handlers=HANDLERS,
     )
     app.state.server = state
-    for module in (completions, chat, responses, messages, infill, audio, models, page):
+    for module in (completions, chat, responses, messages, infill, audio, models):
         app.include_router(module.router)
     app.add_route("/openapi.json", _described, include_in_schema=False)
     app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None), on_large=state.worker.wake)

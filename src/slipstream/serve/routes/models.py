@@ -1,4 +1,6 @@
-"""Models, health, version, properties and metrics of the server; and tokens of texts."""
+"""Models, health, version, properties and metrics of the server; tokens of texts; and the page, a chat in a browser."""
+
+from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +20,26 @@ from slipstream.version import __version__
 
 router = APIRouter(tags=["server"], route_class=JsonRoute)
 PIECE = 4096  # tokens that are decoded in one go
+SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+
+
+@router.get("/", include_in_schema=False)
+@router.get("/page.js", include_in_schema=False)
+@router.get("/page.css", include_in_schema=False)
+def page(request: Request) -> Response:
+    name, kind = FILES[request.url.path]
+    content = files("slipstream.serve").joinpath("page", name).read_bytes()
+    return Response(content, media_type=kind, headers=SECURITY)
 
 
 @router.head("/ping", include_in_schema=False)
