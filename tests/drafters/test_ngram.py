@@ -245,12 +245,6 @@ def test_large_vocabularies_need_wider_ids() -> None:
     assert model_law(model, [69_999, 1]) == pytest.approx(want.law([69_999, 1]), abs=FLOAT)
 
 
-def test_progress_is_told_order_by_order() -> None:
-    messages: list[tuple[int, int]] = []
-    NgramModel.fit([[0, 1, 0, 1, 2]], 3, 4, lambda n, ngrams: messages.append((n, ngrams)))
-    assert messages == [(1, 3), (2, 4), (3, 4)]  # the start of the text is a context: (start) 0, (start) 0 1
-
-
 BAD_FITS: list[tuple[Any, int, int, str]] = [
     ([[0, 1]], 0, 3, "order=0"),
     ([[0, 1]], 6, 3, "order=6"),

@@ -17,7 +17,7 @@ import typer
 
 from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
-from slipstream.cli.console import console, countdown
+from slipstream.cli.console import countdown
 from slipstream.cli.serve import ADDRESS, SERVED, Shared, missing_libraries, needed, recipe_of
 from slipstream.cli.settings import call_options, read_form
 from slipstream.core.model_options import MODEL_OPTIONS
@@ -180,7 +180,7 @@ def _run(
     from slipstream.serve.batch.lines import refused
 
     left, began = [line for line in lines if line.index not in sink.answered], monotonic()
-    with countdown(console(stderr=True), len(lines), say) as show:
+    with countdown(len(lines)) as show:
 
         def keep(line: BatchLine, answer: ServerReply) -> None:
             sink.write(line, answer)

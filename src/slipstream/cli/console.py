@@ -13,8 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from slipstream.cli.app import say
+
 if TYPE_CHECKING:
     from slipstream.core.round import Round
+
+EVERY = 30.0  # seconds between two lines about a batch, where there is no terminal
 
 
 def console(stderr: bool = False) -> Console:
@@ -40,16 +44,15 @@ def steps() -> Iterator[Callable[[int, int, str], None]]:
 
 
 @contextmanager
-def countdown(
-    console: Console, total: int, say: Callable[[str], object], every: float = 30.0
-) -> Iterator[Callable[[int, int], None]]:
+def countdown(total: int) -> Iterator[Callable[[int, int], None]]:
     """Show how many prompts are answered, how many failed and the time left -> a function of the first two numbers.
 
-    On a terminal this is a bar; elsewhere, a line by `say` every `every` seconds.
+    On a terminal this is a bar; elsewhere, a line every EVERY seconds.
     """
+    screen = console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))
-    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, *times, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task, shown, first = bar.add_task("", total=total), monotonic(), None
 
         def show(done: int, failed: int) -> None:
@@ -57,7 +60,7 @@ def countdown(
             failures = f"{failed} failed" if failed else ""
             bar.update(task, completed=done, description=failures)
             first = first or (done, monotonic())
-            if not console.is_terminal and monotonic() - shown >= every and done < total:
+            if not screen.is_terminal and monotonic() - shown >= EVERY and done < total:
                 shown = monotonic()
                 pace = (shown - first[1]) / max(1, done - first[0])
                 left = timedelta(seconds=round(pace * (total - done)))
@@ -67,16 +70,12 @@ def countdown(
 
 
 @contextmanager
-def progress(console: Console, count: int, max_new_tokens: int) -> Iterator[Callable[[Round], None]]:
+def progress(count: int, max_new_tokens: int) -> Iterator[Callable[[Round], None]]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:.0f} tokens"))
     ended, total = 0, count * max_new_tokens
-    with Progress(
-        *(*columns, TimeElapsedColumn()),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-    ) as bar:
+    screen = console(stderr=True)
+    how: dict[str, Any] = {"transient": True, "disable": not screen.is_terminal, "redirect_stdout": False}
+    with Progress(*columns, TimeElapsedColumn(), console=screen, **how) as bar:
         task = bar.add_task(f"0 of {count} prompts", total=total)
 
         def on_round(round: Round) -> None:

@@ -118,7 +118,7 @@ def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Bui
         check_writable(file, KIND, params["force"], sources)
     engine, temperature = _loaded(params, rows=8), 1.0 if params["temperature"] is None else params["temperature"]
     options = {"max_new_tokens": params["max_new_tokens"], "temperature": temperature, "seed": params["seed"]}
-    with progress(console(stderr=True), len(prompts), options["max_new_tokens"]) as on_round:
+    with progress(len(prompts), options["max_new_tokens"]) as on_round:
         completions = engine.generate(prompts, on_round=on_round, **options)
     scorer = engine.decoder.target
     counts = TokenCounts.of([each.tokens for each in completions], scorer.vocab, scorer.name, engine.tokenizer)

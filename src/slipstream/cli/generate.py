@@ -191,7 +191,7 @@ class Work:
         listener = {} if on_completion is None else {"on_completion": on_completion}
         done, most = set[int](), len(self.good)
         if self.options.get("num_beams", 1) == 1:
-            with progress(console(stderr=True), most, self.options["max_new_tokens"]) as on_round:
+            with progress(most, self.options["max_new_tokens"]) as on_round:
                 return self.run(on_round=on_round, **listener)
         with steps() as tell_done:
 

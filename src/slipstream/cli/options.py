@@ -5,11 +5,11 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -69,6 +69,7 @@ COMPLETIONS = {  # options whose values shells complete
 }
 
 Own = Callable[[str, str | None], tuple[Any, Any]]  # a parameter's name and its panel -> its annotation and its default
+Group = dict[str, tuple[Any, Any]]  # options of `with_options`: the annotation and the default of each
 
 
 def own(kind: Any, default: Any, help: str, metavar: str | None = None, flag: str = "", **limits: Any) -> Own:
@@ -82,15 +83,9 @@ def own(kind: Any, default: Any, help: str, metavar: str | None = None, flag: st
     return made
 
 
-def group_of(options: Mapping[str, tuple[Any, Any]]) -> type:
-    """Return a group of options for `with_options`, of their annotations and their defaults."""
-    kinds = {name: kind for name, (kind, _) in options.items()}
-    return type("Options", (), {"__annotations__": kinds, **{name: default for name, (_, default) in options.items()}})
-
-
-def panel(name: str | None, **options: Own) -> type:
+def panel(name: str | None, **options: Own) -> Group:
     """Return a group of options for `with_options`, which the help shows together under a name."""
-    return group_of({each: made(each, name) for each, made in options.items()})
+    return {each: made(each, name) for each, made in options.items()}
 
 
 def parse_gamma(text: int | str) -> int | str:
@@ -166,9 +161,9 @@ PARSERS: dict[Any, Callable[[Any], Any]] = {  # kinds of options whose values ha
 }
 
 
-def options_of(names: Iterable[str], **defaults: Any) -> type:
+def options_of(names: Iterable[str], **defaults: Any) -> Group:
     """Return a group of options for `with_options`: those of a call or of models, with their own defaults or these."""
-    found = dict[str, tuple[Any, Any]]()
+    found = Group()
     for each in ((MODEL_OPTIONS | OPTIONS)[name] for name in names):
         parser = PARSERS.get(each.kind)
         kind, metavar = (Any, "") if parser else KINDS.get(each.kind, (each.kind, ""))
@@ -184,10 +179,10 @@ def options_of(names: Iterable[str], **defaults: Any) -> type:
         default = defaults.get(each.name, usual)
         kind = kind | None if default is None and kind is not Any else kind
         found[each.name] = Annotated[kind, option(shown, f"{each.help}{repeated}{also}", *flags, **settings)], default
-    return group_of(found)
+    return found
 
 
-def grouped(*groups: str, without: Collection[str] = (), **defaults: Any) -> type:
+def grouped(*groups: str, without: Collection[str] = (), **defaults: Any) -> Group:
     """Return the options that commands take together, for `with_options`."""
     every = (MODEL_OPTIONS | OPTIONS).values()
     return options_of((each.name for each in every if each.group in groups and each.name not in without), **defaults)
@@ -215,7 +210,7 @@ def chat_models(context: typer.Context, **more: Any) -> ModelOptions:
 Where = options_of(["dtype", "device", "threads"])
 
 
-def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds the options of `groups` to a command, whose values are in `context.params`.
 
     An option of several groups is that of the first.
@@ -238,8 +233,7 @@ def with_options(*groups: type) -> Callable[[Callable[..., None]], Callable[...,
 
         parameters = {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in own.items()}
         for group in groups:
-            for name, kind in get_type_hints(group, include_extras=True).items():
-                usual = getattr(group, name)
+            for name, (kind, usual) in group.items():
                 each = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual, annotation=kind)
                 parameters.setdefault(name, each)
         run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ FigureOptions = opt.panel(  # options any of which selects a plan from known fig
     step_ms=opt.own(float | None, None, "Milliseconds of a target step, for --network-ms.", "X", min=0.001),
 )
 
-ONLY_FIGURES = {*FigureOptions.__annotations__}
+ONLY_FIGURES = {*FigureOptions}
 Output = opt.panel(
     "Output",
     saved_plan=opt.own(str | None, None, "Show or export this plan; measure nothing.", "FILE", "--plan"),
@@ -148,7 +148,7 @@ def _answered_at_once(context: typer.Context) -> bool:
             raise ValueError("--replicas simulates from a plan that was measured before: name it with --plan.")
         return False
     if params["replicas"]:
-        allowed = {"saved_plan", "seed", "as_json", *FleetOptions.__annotations__}
+        allowed = {"saved_plan", "seed", "as_json", *FleetOptions}
         opt.refuse_others(context, allowed, "--replicas simulates from what was measured before")
         show_fleets(Plan.read(params["saved_plan"]), params)
         return True

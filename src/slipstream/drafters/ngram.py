@@ -9,7 +9,7 @@ so that adding a token changes the law at once and in constant time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,8 +41,6 @@ State = tuple[int, ...]
 
 Level = tuple[float, Array, Array]
 """A step of interpolation, gamma * lower + alpha at tokens: (gamma, tokens (n,), alpha (n,))."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +105,10 @@ class NgramModel:
         return f"order {self.order}, {self.vocab} token ids; n-grams: {grams}"
 
     @staticmethod
-    def fit(
-        sequences: Iterable[Sequence[int] | Array | torch.Tensor],
-        order: int,
-        vocab: int,
-        on_progress: Progress | None = None,
-    ) -> NgramModel:
+    def fit(sequences: Iterable[Sequence[int] | Array | torch.Tensor], order: int, vocab: int) -> NgramModel:
         """Make a model by counting and smoothing texts, each an array of token ids (length,).
 
-        It needs 100 to 200 bytes of memory per token. `on_progress(n, ngrams)` is called when order n is
-        counted, with the number of its different n-grams. Raises ValueError for an order outside 1..5, ids outside the
+        It needs 100 to 200 bytes of memory per token. Raises ValueError for an order outside 1..5, ids outside the
         vocabulary, and no tokens at all.
         """
         if order not in ORDERS:
@@ -130,8 +122,6 @@ class NgramModel:
                 unigram = table.alpha + table.gamma / np.float32(vocab)
             else:
                 tables.append(table)
-            if on_progress:
-                on_progress(n, int(np.count_nonzero(grams.counts)))
         return NgramModel(unigram, tuple(tables))
 
     def state(self, text: Sequence[int]) -> State:

@@ -53,14 +53,14 @@ def majority(length: int, after: list[list[int]], count: int) -> Match:
 def test_suffixes_are_in_order_up_to_the_depth(text: list[int], depth: int) -> None:
     """An alphabet of 2 ** 20 leaves room for three tokens in the first sort, so that doubling has to work."""
     for ids in (4, 1 << 20):
-        order = sort_suffixes(np.array(text), ids, depth, lambda done, left: None).tolist()
+        order = sort_suffixes(np.array(text), ids, depth).tolist()
         heads = [text[start : start + depth] for start in order]
         assert sorted(order) == list(range(len(text))) and heads == sorted(heads)
 
 
 def test_the_order_is_not_that_of_a_smaller_depth() -> None:
     text = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
-    order = sort_suffixes(np.array(text), 1 << 20, 3, lambda done, left: None).tolist()
+    order = sort_suffixes(np.array(text), 1 << 20, 3).tolist()
     heads = [text[start : start + 6] for start in order]
     assert heads != sorted(heads)
 

@@ -26,7 +26,6 @@ KIND = TensorFileKind("corpus", "slipstream.corpus", "2", "build it again")
 DEPTH = 64  # the number of tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)
 SAMPLE = 32  # the number of occurrences whose continuations are compared; of more, those at even distances in the array
 Array = np.ndarray[Any, np.dtype[Any]]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +62,11 @@ class Corpus:
 
     @staticmethod
     def build(
-        documents: Iterable[Sequence[int] | Array | torch.Tensor],
-        vocab: int,
-        tokenizer: str = "",
-        marks: int = 0,
-        on_progress: Progress | None = None,
+        documents: Iterable[Sequence[int] | Array | torch.Tensor], vocab: int, tokenizer: str = "", marks: int = 0
     ) -> Corpus:
         """Index documents, each an array of token ids (length,). Needs about 40 bytes of memory per token.
 
-        `marks` ids above `vocab` are allowed too. `on_progress(depth, left)` is called when the suffixes are sorted by
-        `depth` tokens, with `left` of them not in order yet. Raises ValueError for ids outside the vocabulary and no
-        tokens.
+        `marks` ids above `vocab` are allowed too. Raises ValueError for ids outside the vocabulary and no tokens.
         """
         if vocab < 1:
             raise ValueError(f"vocab={vocab} is not possible: it must be 1 or more.")
@@ -87,7 +80,7 @@ class Corpus:
         if not parts:
             raise ValueError("there are no tokens to index: give at least one document that is not empty.")
         tokens = np.concatenate(parts)
-        suffixes = sort_suffixes(tokens, vocab + 1 + marks, DEPTH, on_progress or (lambda depth, left: None))
+        suffixes = sort_suffixes(tokens, vocab + 1 + marks, DEPTH)
         width = 2 if vocab + marks < 1 << 16 else 4
         text = tokens.astype(f">u{width}").view(np.uint8).reshape(-1, width)
         return Corpus(text, suffixes, vocab, tokenizer, len(parts))
@@ -166,7 +159,7 @@ def as_ids(document: Any) -> Array:
     return ids.astype(np.int64 if ids.dtype.itemsize > 4 else np.int32)
 
 
-def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) -> Array:
+def sort_suffixes(tokens: Array, ids: int, depth: int) -> Array:
     """Sort the suffixes of `tokens` (n,) by their first `depth` tokens -> where each begins, (n,).
 
     Prefix doubling (Manber and Myers 1990), in which only suffixes that are still tied are sorted again (Larsson and
@@ -183,7 +176,6 @@ def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) ->
     rank = np.empty(count, kind)
     tied = _rank(rank, order, keys[order], np.arange(count, dtype=kind))
     del keys
-    on_progress(done, len(tied))
     while done < depth and len(tied):
         starts: Array = order[tied]
         beyond = np.where(starts < count - done, rank[np.minimum(starts, count - done - 1) + done] + 1, 0)
@@ -192,7 +184,6 @@ def sort_suffixes(tokens: Array, ids: int, depth: int, on_progress: Progress) ->
         order[tied] = starts[by_key]
         tied = _rank(rank, order[tied], keys[by_key], tied)
         done *= 2
-        on_progress(min(done, depth), len(tied))
     return order.astype(np.uint32) if count < 1 << 32 else order
 
 
