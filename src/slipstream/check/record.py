@@ -1,6 +1,6 @@
 """Records decoding: the scores, laws and draws of every round, and the emitted tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -135,9 +135,7 @@ class _RecordingTarget:
         return self._recorder.scores
 
 
-def watch(
-    decoder: Decoder, requests: Sequence[Request], on_round: Callable[[Round], None] | None = None
-) -> Observations:
+def watch(decoder: Decoder, requests: Sequence[Request]) -> Observations:
     recorder = _Recorder(decoder)
     texts: dict[int, RecordedText] = {}
     observed = Observations()
@@ -154,8 +152,6 @@ def watch(
             view.emit(texts.setdefault(row.index, RecordedText(row)))
             view.collect(observed)
         recorder.drawn.clear()
-        if on_round:
-            on_round(round)
     observed.texts = [texts[index] for index in range(len(requests))]
     return observed
 

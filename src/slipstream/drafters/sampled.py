@@ -64,8 +64,9 @@ def sample_after(
     """
     if getattr(scorer, "draft_graphs", None) is not None and (wanted := temperatures_of(context.rows)) is not None:
         chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(wanted) else ()
-        if chances is not None:  # tokens and laws equal those that are drawn token by token
-            tokens, law = scorer.chain(Wish(fed, gammas, wanted, vocab, chances))
+        chain = None if chances is None else scorer.chain(Wish(fed, gammas, wanted, vocab, chances))
+        if chain is not None:  # its tokens and laws equal those that are drawn token by token
+            tokens, law = chain
             return Draft(tokens, law, tuple(gammas))
 
     def law_after(tokens: Tensor) -> Law:
