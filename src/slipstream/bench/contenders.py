@@ -38,9 +38,7 @@ class Side:
 
 def line_up(engine: Engine, settings: BenchSettings, others: Sequence[Side] = ()) -> list[Contender]:
     """Return the contenders of the engine, and those of transformers that can run with its models.
-
-    `others` are further engines with the same target: other drafts, or compiled execution.
-    """
+    `others` are further engines with the same target: other drafts, or compiled execution."""
     drafts = scorers(engine.decoder)[1:]
     sides = [Side(engine, drafts[0].name if drafts else None), *others]
     plain = {side.execution: side for side in reversed(sides)}  # the first side of each execution

@@ -109,9 +109,7 @@ class Output:
 @dataclass(frozen=True)
 class Contender:
     """A way to continue prompts, at most `largest_batch` at a time.
-
-    `draft`, `rule` and `execution` ("eager", "compiled") are given where there is a choice.
-    """
+    `draft`, `rule` and `execution` ("eager", "compiled") are given where there is a choice."""
 
     name: str
     run: Callable[[BenchTask], Output]

@@ -135,9 +135,7 @@ def rule_law(verify: Verifier, process: Process, parents: Topology | None, repla
 
 def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool = False) -> tuple[Tensor, Tensor]:
     """Return every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement by default.
-
-    If q is copied there is one draft: the token of q, with the next ids as its siblings.
-    """
+    If q is copied there is one draft: the token of q, with the next ids as its siblings."""
     cells, siblings = (
         process.p[0].shape[0],
         [[older for older in range(node) if lines[older][:-1] == lines[node][:-1]] for node in range(len(lines))],

@@ -24,9 +24,7 @@ MOST_PAIRS = 48
 @dataclass(frozen=True)
 class Emission:
     """An emitted token, its source, and the scores (vocab,) of its position in the round.
-
-    `inside`: whether more positions of the round follow it. `origin` is the text's length when the round began.
-    """
+    `inside`: whether more positions of the round follow it. `origin` is the text's length when the round began."""
 
     token: int
     round: int

@@ -66,9 +66,7 @@ class Difference:
 @dataclass(frozen=True)
 class CheckHalf:
     """The greedy or the sampling half of a check. The `needed` tests have to notice a control, or nothing is proved.
-
-    `differences` holds the first of each text. `enough` is the number of samples to give if there were too few.
-    """
+    `differences` holds the first of each text. `enough` is the number of samples to give if there were too few."""
 
     name: str
     tests: tuple[Finding, ...]

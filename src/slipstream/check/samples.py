@@ -35,9 +35,7 @@ def critical(false_alarm: float, freedom: int, shift: float = 0.0) -> float:
 
 def detectable(count: int, freedom: int, false_alarm: float, power: float, shift: float = 0.0) -> float:
     """Return the least bias that a test of `count` tokens detects with chance `power`, in total variation of cells.
-
-    A mean bias of total variation d shifts the statistic by at least 4 count d^2, in any direction.
-    """
+    A mean bias of total variation d shifts the statistic by at least 4 count d^2, in any direction."""
     bar = critical(false_alarm, freedom, shift)
     return min(1.0, math.sqrt(_solve(lambda more: tail(bar, freedom, more) > power) / (4 * count)))
 
@@ -101,9 +99,7 @@ has the share SHARE of the false alarms, this count the rest."""
 @dataclass
 class Samples:
     """The counts of the tokens of many texts; `moved` is the mean total variation by which rounding moves a law.
-
-    `learned`: whether the draft learns from the texts, so that the cells must not depend on q.
-    """
+    `learned`: whether the draft learns from the texts, so that the cells must not depend on q."""
 
     moved: float = 0.0
     learned: bool = False

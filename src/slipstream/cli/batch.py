@@ -147,9 +147,7 @@ def _facts(
 
 def _runner(params: dict[str, Any], lines: list[BatchLine]) -> Callable[[Recipe, list[BatchLine], Keep], None]:
     """Return what answers the lines: the models in this process, with or without the server, or a Ray cluster.
-
-    Raises ValueError for Ray's options without --ray, and for what needs libraries of the server that are missing.
-    """
+    Raises ValueError for Ray's options without --ray, and for what needs libraries of the server that are missing."""
     if params["ray"]:
         needed("--ray")
         if not find_spec("ray"):

@@ -103,9 +103,7 @@ def bench(context: typer.Context) -> None:
 
 def _engines(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, list[Side]]:
     """Return the engine with the first draft, and those with the other drafts, around the same target.
-
-    With `sizes` there is a compiled one too, whose draft has a graph for chains of each size.
-    """
+    With `sizes` there is a compiled one too, whose draft has a graph for chains of each size."""
     from slipstream.bench.contenders import Side
     from slipstream.bench.records import COMPILED
     from slipstream.engine.load import alone, load

@@ -54,9 +54,7 @@ def check(context: typer.Context, prompts: opt.Prompts = None) -> None:
 
 def _options(params: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters that are settings of a check or of `Sampling`, and differ from their defaults.
-
-    They are checked before anything is loaded. A tree's depth is its gamma, and for auto the engine's gamma counts.
-    """
+    They are checked before anything is loaded. A tree's depth is its gamma, and for auto the engine's gamma counts."""
     from slipstream.check import CheckSettings
     from slipstream.decoding.sampling import Sampling
 

@@ -46,9 +46,7 @@ def steps() -> Iterator[Callable[[int, int, str], None]]:
 @contextmanager
 def countdown(total: int) -> Iterator[Callable[[int, int], None]]:
     """Show how many prompts are answered, how many failed and the time left -> a function of the first two numbers.
-
-    On a terminal this is a bar; elsewhere, a line every EVERY seconds.
-    """
+    On a terminal this is a bar; elsewhere, a line every EVERY seconds."""
     screen = console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True))

@@ -150,9 +150,7 @@ def _student(
     engine: Engine, models: dict[str, Any], divided: Divided, settings: DistillSettings, folder: Path, compile: bool
 ) -> tuple[Any, Candidate]:
     """Return the draft model before its training, and its measured candidate.
-
-    Costs are measured and a size chosen at the first run only; a resumed training keeps the size.
-    """
+    Costs are measured and a size chosen at the first run only; a resumed training keeps the size."""
     from slipstream.execution.passes import Mode
     from slipstream.plan.sizes import best, measure_candidates, read_choice, save_choice
 

@@ -156,9 +156,7 @@ if TYPE_CHECKING:
 @dataclass
 class Work:
     """The work of `generate`: an item for each answer, of which `samples` side by side have the same prompt.
-
-    The engine is None if no prompt can be used; `failed` is True once a text could not go on.
-    """
+    The engine is None if no prompt can be used; `failed` is True once a text could not go on."""
 
     engine: Any
     items: list[Item]

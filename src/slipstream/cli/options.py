@@ -99,9 +99,7 @@ def parse_gamma(text: int | str) -> int | str:
 
 def parse_device_map(text: Any) -> Any:
     """Parse --device-map: "auto" -> "auto"; '{"model.layers": 0, "": "cpu"}' -> the dictionary.
-
-    Raises typer.BadParameter for invalid JSON and for values that are no devices.
-    """
+    Raises typer.BadParameter for invalid JSON and for values that are no devices."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return text
     try:
@@ -212,9 +210,7 @@ Where = options_of(["dtype", "device", "threads"])
 
 def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds the options of `groups` to a command, whose values are in `context.params`.
-
-    An option of several groups is that of the first.
-    """
+    An option of several groups is that of the first."""
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters

@@ -131,9 +131,7 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
 
 def _answered_at_once(context: typer.Context) -> bool:
     """Answer from figures alone or from a saved plan, if the options say so -> whether they did.
-
-    Raises ValueError for options that do not go together.
-    """
+    Raises ValueError for options that do not go together."""
     params = context.params
     if not ONLY_FIGURES.isdisjoint(opt.written_parameters(context)):
         opt.refuse_others(

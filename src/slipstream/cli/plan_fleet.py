@@ -26,9 +26,7 @@ FleetOptions = panel(
 
 def show_fleets(plan: Plan, params: dict[str, Any]) -> None:
     """Simulate fleets of every size, plain and with the plan's draft, and print their figures.
-
-    Raises ValueError if there is no trace, or if the plan lacks figures.
-    """
+    Raises ValueError if there is no trace, or if the plan lacks figures."""
     from slipstream.plan.fleet import multiplied, paces, read_trace, simulate
 
     if params["trace"] is None:

@@ -127,9 +127,7 @@ class ExpectedText:
 
     def aim(self, gamma: int) -> None:
         """Set the goal: as many tokens as in this round, if it has a draft, within the room that is left.
-
-        Nothing is drafted ahead with a grammar or a user's processors, which may be running for the target.
-        """
+        Nothing is drafted ahead with a grammar or a user's processors, which may be running for the target."""
         sampler = self.row.request.sampler
         able = isinstance(sampler, Sampling) and not (sampler.grammar or sampler.processors)
         self.goal = max(0, min(gamma, self.row.room - self.drafted - 2)) if self.drafted and able else 0

@@ -62,9 +62,7 @@ class SuffixAutomaton:
 
     def following(self, count: int) -> list[int]:
         """Return the `count` tokens after the latest earlier occurrence of the match; none without a match.
-
-        If the copy reaches the end of the text, it goes on with its own tokens, which continues a loop.
-        """
+        If the copy reaches the end of the text, it goes on with its own tokens, which continues a loop."""
         copy: list[int] = []
         start = self._recent[self._match] - len(self.text)  # negative: counted from the end
         for place in range(start, start + count) if self.length else ():
@@ -116,9 +114,7 @@ T = TypeVar("T")
 
 class CopyingDrafter(Drafter, Generic[T]):
     """Drafts copies, where q is a point mass on each token. Tokens are on the CPU.
-
-    What is `known` of a row is made by `begin` when it is new, and kept while the row runs; `copy` drafts from it.
-    """
+    What is `known` of a row is made by `begin` when it is new, and kept while the row runs; `copy` drafts from it."""
 
     def __init__(self) -> None:
         self.known: WeakKeyDictionary[Row, T] = WeakKeyDictionary()  # weak, since streams are closed with rows in them

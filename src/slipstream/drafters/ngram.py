@@ -80,9 +80,7 @@ class Table:
 @dataclass(frozen=True, eq=False)
 class NgramModel:
     """An immutable n-gram model. `unigram` (vocab,) is p_1, positive everywhere; `tables` are orders 2, 3, ...
-
-    p_n(w | h) = alpha_n(w | h) + gamma_n(h) p_{n-1}(w | h without its first token); unseen contexts pass on p_{n-1}.
-    """
+    p_n(w | h) = alpha_n(w | h) + gamma_n(h) p_{n-1}(w | h without its first token); unseen contexts pass on p_{n-1}."""
 
     unigram: Array
     tables: tuple[Table, ...] = ()
@@ -174,9 +172,7 @@ class NgramModel:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> NgramModel:
         """Map a file into memory, after reading it once to verify its checksum.
-
-        Raises FileNotFoundError, and ValueError if it is damaged, another format or another version.
-        """
+        Raises FileNotFoundError, and ValueError if it is damaged, another format or another version."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no n-gram model at {path}.")
         with KIND.contents(path) as (tensors, about):
@@ -281,9 +277,7 @@ def discounts(counts: Array) -> tuple[float, ...]:
 
 class OnlineCounts:
     """Witten-Bell counts of emitted text: gamma = kinds / (kinds + total), alpha = count / (kinds + total).
-
-    `kinds` is how many different tokens followed the context. Holds at most HELD contexts.
-    """
+    `kinds` is how many different tokens followed the context. Holds at most HELD contexts."""
 
     def __init__(self, order: int, vocab: int) -> None:
         self.order = order

@@ -59,9 +59,7 @@ def sample_after(
     feed: Callable[[], Tensor],
 ) -> Draft:
     """Sample a chain from a Scorer after the tokens `fed`, of ids below `vocab`: by its graphs, if it has such.
-
-    Otherwise `feed` feeds them -> logits (rows, 1, vocab), and each drafted token is fed by itself.
-    """
+    Otherwise `feed` feeds them -> logits (rows, 1, vocab), and each drafted token is fed by itself."""
     if getattr(scorer, "draft_graphs", None) is not None and (wanted := temperatures_of(context.rows)) is not None:
         chances = context.rng.chances(context.key(Purpose.DRAFT), max(gammas)) if any(wanted) else ()
         chain = None if chances is None else scorer.chain(Wish(fed, gammas, wanted, vocab, chances))

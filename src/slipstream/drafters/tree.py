@@ -90,9 +90,7 @@ class TreeDrafter:
 
     def _siblings(self, context: Context, law: Law, where: tuple[int, int, int]) -> tuple[Tensor, Law]:
         """Draw the children of one node -> tokens (rows, width), and the law they were drawn from.
-
-        `where` holds the place of the node in `law`, the number of the first node of this level, and the level.
-        """
+        `where` holds the place of the node in `law`, the number of the first node of this level, and the level."""
         place, start, level = where
         width = self.shape[level]
         one = law.at(torch.full((law.rows,), place, device=law.device))

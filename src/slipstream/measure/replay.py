@@ -24,9 +24,7 @@ def request_for(
     frame: SourceFrame | None = None,
 ) -> Request:
     """Make a request to continue token ids or, with a `frame`, one whose source they are.
-
-    The keys of its draws are made of the text and its `copy` number, so that they do not depend on the batch.
-    """
+    The keys of its draws are made of the text and its `copy` number, so that they do not depend on the batch."""
     begin, source = framed(frame, text)
     return Request(begin, sampler, max_new_tokens, frozenset(eos), seed, request_key(text, copy), source=source)
 

@@ -67,9 +67,7 @@ def prompt_seconds(round: Round, place: int) -> float:
 @dataclass(frozen=True)
 class Beat:
     """A timed round: its rows, how many of them are new, the tokens per row that the target scored, seconds by phase.
-
-    `rest` is everything but drafting and the target's pass: laws, verification, draws, bookkeeping.
-    """
+    `rest` is everything but drafting and the target's pass: laws, verification, draws, bookkeeping."""
 
     rows: int
     new: int

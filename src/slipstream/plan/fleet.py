@@ -39,9 +39,7 @@ class Arrival:
 
 def read_trace(path: str | Path) -> list[Arrival]:
     """Read a trace, a CSV file with names in its first line, possibly packed as .gz -> its requests by time.
-
-    Times are dates or seconds. Raises ValueError if columns are missing or a line is not possible.
-    """
+    Times are dates or seconds. Raises ValueError if columns are missing or a line is not possible."""
     arrivals = list[Arrival]()
     open_ = gzip.open if str(path).endswith(".gz") else open
     with open_(path, "rt", encoding="utf-8", newline="") as file:

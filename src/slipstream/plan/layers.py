@@ -125,9 +125,7 @@ def first_layers(target: HasModel) -> list[Layers]:
 
 def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch: Watch) -> list[Layers]:
     """Return sets of fewer and fewer layers, down to a quarter. `texts` are compared after their prompts.
-
-    Each step leaves out the layer whose loss lowers alpha least: greedy, so not always the best set of a size.
-    """
+    Each step leaves out the layer whose loss lowers alpha least: greedy, so not always the best set of a size."""
     laws = [(start, torch.tensor([text], device=target.device)) for start, text in texts]
     wanted = [_laws_behind(target, start, tokens) for start, tokens in laws]
     kept, sets = tuple(range(_count(target))), []
@@ -158,9 +156,7 @@ def _laws_behind(scorer: HasModel, start: int, tokens: Tensor) -> Tensor:
 
 def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
     """Return the mean of sum_x min(p(x), q(x)) over texts, each read once by the part alone.
-
-    A real draft is in part fed by the target's keys.
-    """
+    A real draft is in part fed by the target's keys."""
     kept = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(texts, wanted, strict=True)]
     return float(torch.cat(kept).mean())
 

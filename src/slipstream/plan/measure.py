@@ -34,9 +34,7 @@ Step = Callable[[str], None]  # a callback that receives the name of each step a
 @dataclass(frozen=True)
 class Sweep:
     """A controller that asks for the most in every third round and for 1, 2, ... in turn in the others.
-
-    `start` is the position in that cycle where it begins.
-    """
+    `start` is the position in that cycle where it begins."""
 
     most: int
     start: int = 0
@@ -55,9 +53,7 @@ class Sweep:
 @dataclass(frozen=True)
 class PlanTask:
     """The texts to measure on: `texts` of token ids, in batches of at most `rows`, with `length` new tokens for each.
-
-    EOS is ignored. With a `frame`, the texts are sources of an encoder-decoder.
-    """
+    EOS is ignored. With a `frame`, the texts are sources of an encoder-decoder."""
 
     texts: tuple[tuple[int, ...], ...]
     rows: int

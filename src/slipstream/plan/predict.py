@@ -263,9 +263,7 @@ class SpeedPrediction:
 @dataclass(frozen=True)
 class Outlook:
     """One drafter at one number of rows: its acceptance, its costs, and a prediction for every gamma.
-
-    Speculation is recommended only if even the low end of the best gamma's interval is above 1.
-    """
+    Speculation is recommended only if even the low end of the best gamma's interval is above 1."""
 
     rows: int
     alpha: float

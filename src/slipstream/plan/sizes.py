@@ -43,9 +43,7 @@ def promised_alpha(share: float, temperature: float) -> float:
 @dataclass(frozen=True)
 class Candidate:
     """A size that was measured: its `share` of the target's parameters, its costs, and its predicted speed-up.
-
-    `alpha`, `gammas` and `gains` (speed-ups over plain decoding) are predictions at temperature 0 and 1.
-    """
+    `alpha`, `gammas` and `gains` (speed-ups over plain decoding) are predictions at temperature 0 and 1."""
 
     name: str
     share: float
@@ -81,9 +79,7 @@ def measure_candidates(
     step: Callable[[str], None] = lambda what: None,
 ) -> list[Candidate]:
     """Measure the costs of models, given by name, as drafts for an engine's target -> a candidate for each.
-
-    They draft up to `gamma` tokens a round behind texts (token ids), run in `mode`, and need not be trained.
-    """
+    They draft up to `gamma` tokens a round behind texts (token ids), run in `mode`, and need not be trained."""
     target, drafters = target_of(engine), dict[str, Drafter]()
     for name, model in models.items():
         scorer = load_scorer(copy.deepcopy(model).eval().to(target.model.dtype), mode=mode)
@@ -104,9 +100,7 @@ def draft_costs(
     step: Callable[[str], None] = lambda what: None,
 ) -> dict[str, DraftCosts]:
     """Measure the costs of each drafter for an engine's target, in real rounds of up to `gamma` tokens.
-
-    The rounds continue `texts` (token ids), one at a time.
-    """
+    The rounds continue `texts` (token ids), one at a time."""
     task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
     plain, records, _ = sweep(engine.decoder, list(drafters.values()), task, gamma, step)
     by_name = {}
@@ -120,9 +114,7 @@ def draft_costs(
 
 def _rising(measured: Sequence[float]) -> list[float]:
     """Return the non-decreasing values nearest to measured ones, by pooling adjacent violators.
-
-    Verifying more tokens never costs less, so this keeps a gamma from looking cheap by chance.
-    """
+    Verifying more tokens never costs less, so this keeps a gamma from looking cheap by chance."""
     pools: list[tuple[float, int]] = []
     for value in measured:
         pools.append((value, 1))

@@ -47,9 +47,7 @@ class Costs:
 
 def measure(target: Kernel, draft: Kernel, states: Tensor, most: int, repeats: int = 5) -> Costs:
     """Measure the costs of ONE chain, at up to `most` + 1 of `states` (n, *state): medians of `repeats` calls.
-
-    The time of a step, of f or f', is that of a call and its draw. Raises ValueError for too few states or repeats.
-    """
+    The time of a step, of f or f', is that of a call and its draw. Raises ValueError for too few states or repeats."""
     whole_number("most", most, 1)
     whole_number("repeats", repeats, 1)
     if len(states) <= most:

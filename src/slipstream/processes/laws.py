@@ -20,9 +20,7 @@ from slipstream.theory import SUM_TOLERANCE
 @dataclass(frozen=True, slots=True)
 class Discrete:
     """A probability per state: `probs` (rows, states), float32 or wider; states are whole numbers from 0 up.
-
-    Raises ValueError if a row is not a law.
-    """
+    Raises ValueError if a row is not a law."""
 
     probs: Tensor
 

@@ -51,9 +51,7 @@ class ProcessRound:
 
 def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -> ProcessRound:
     """Draft `lengths` (rows,) steps with f', evaluate f at all states at once, keep a prefix, add correction or bonus.
-
-    f is called once, with sum(lengths) + rows states. Raises FloatingPointError if a law is not a number.
-    """
+    f is called once, with sum(lengths) + rows states. Raises FloatingPointError if a law is not a number."""
     states, q, drafted = _draft(draft, chains, lengths)
     asked = _Places.of(torch.arange(states.shape[1] - 1) <= lengths[:, None])
     p = target(states[asked.rows, asked.ahead], chains.times[asked.rows] + asked.ahead)

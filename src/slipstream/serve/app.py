@@ -93,9 +93,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
 @asynccontextmanager
 async def running(state: ServerState) -> AsyncIterator[FastAPI]:
     """Run an application without a socket -> the application, once its models are warm; it ends with the block.
-
-    Raises ServiceUnavailable if the models cannot run.
-    """
+    Raises ServiceUnavailable if the models cannot run."""
     ready = asyncio.Event()
     state.worker.on_ready = state.worker.on_death = ready.set
     app = create_app(state)

@@ -148,9 +148,7 @@ def complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
 
 def _path(error: Any, body: Any) -> str:
     """Return the place of an error as a person writes it, `messages[1].content`.
-
-    pydantic's place has labels besides, for the forms of unions: what is no key of the body, or the object's type.
-    """
+    pydantic's place has labels besides, for the forms of unions: what is no key of the body, or the object's type."""
     places = [part for part in error["loc"] if part != "body"]
     if (own := _own(error)) is not None:
         named = [own.field]

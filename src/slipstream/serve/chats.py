@@ -30,9 +30,7 @@ AS_IT_IS = {"User-Agent": "slipstream", "Accept-Encoding": "identity"}
 
 def fetch(url: str, hosts: Sequence[str], most: int, seconds: float = SECONDS) -> bytes:
     """Fetch at most `most` bytes from one of the allowed hosts.
-
-    Raises ValueError for other hosts (redirects included), longer answers, timeouts and HTTP errors.
-    """
+    Raises ValueError for other hosts (redirects included), longer answers, timeouts and HTTP errors."""
     content, until = bytearray(), monotonic() + seconds
     try:
         with httpx.Client(timeout=seconds, trust_env=False) as client:  # without proxies
@@ -76,9 +74,7 @@ def check_host(url: str, hosts: Sequence[str]) -> None:
 
 def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> list[dict[str, Any]]:
     """Return the messages with their images and sounds opened, so that no URL or path is passed on.
-
-    Raises BadRequest for media that are not allowed, too many, damaged, or not supported by the model.
-    """
+    Raises BadRequest for media that are not allowed, too many, damaged, or not supported by the model."""
     counts, limits = Counter(media_in(messages)), state.settings.limits
     read = state.engine.media.modalities if state.engine.media else frozenset[Modality]()
     for modality, most in ((Modality.IMAGE, limits.images), (Modality.AUDIO, limits.sounds)):
@@ -136,9 +132,7 @@ async def begun(
 
 async def chat_of(body: ChatRequest, tools: Tools, request: Request, field: str = "messages") -> Chat:
     """Return the chat of a request, with its images and sounds opened.
-
-    Raises BadRequest for those that are refused, and where the model has no chat template.
-    """
+    Raises BadRequest for those that are refused, and where the model has no chat template."""
     state = state_of(request)
     if state.engine.encoder.template is None:
         raise BadRequest(

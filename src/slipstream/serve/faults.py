@@ -13,9 +13,7 @@ LONGEST = 2000  # most characters of an error's message
 
 class ServeError(HTTPException):
     """An error sent to the client, with HTTP `status`; `param` names the field of the request it is about.
-
-    An HTTPException, because FastAPI lets no others through where it reads a body.
-    """
+    An HTTPException, because FastAPI lets no others through where it reads a body."""
 
     status = 500
     kind = "server_error"

@@ -35,9 +35,7 @@ BODY_SECONDS = 30.0  # longest wait for the next piece of a body
 
 class AccessLog:
     """Writes a JSON line for every request: time, path, status and duration, without its text.
-
-    A log that cannot be written, as on a full disk, is given up with one line on standard error; requests go on.
-    """
+    A log that cannot be written, as on a full disk, is given up with one line on standard error; requests go on."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -54,9 +52,7 @@ class AccessLog:
 
 class Gate:
     """Passes requests on to the application `app`, and answers those that it refuses.
-
-    `on_large` is called when a request with a large body has ended.
-    """
+    `on_large` is called when a request with a large body has ended."""
 
     def __init__(
         self, app: ASGIApp, settings: ServeSettings, log: AccessLog, on_large: Callable[[], object] = bool

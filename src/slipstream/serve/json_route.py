@@ -81,9 +81,7 @@ async def _read(request: Request, model: type[BaseModel]) -> ReadRequest:
 
 async def off_loop(request: Request, work: Callable[..., Result], *arguments: Any) -> Result:
     """Do work for a request in a thread; for heavy bodies, one piece of work at a time.
-
-    So they take memory, and turns of the interpreter, one by one, and other requests wait for one turn at most.
-    """
+    So they take memory, and turns of the interpreter, one by one, and other requests wait for one turn at most."""
     alone = request.app.state.server.heavy if getattr(request.state, "heavy", False) else nullcontext()
     async with alone:
         result, error = await run_in_threadpool(_tried, work, *arguments)
@@ -112,9 +110,7 @@ def _is_json(request: Request) -> bool:
 
 def _validated(pieces: Sequence[bytes], model: type[BaseModel], limits: Limits) -> tuple[BaseModel, list[str]]:
     """Return the model of a body, and its fields without effect, which the answer will name.
-
-    Raises BadRequest, or RequestValidationError for a body that does not fit.
-    """
+    Raises BadRequest, or RequestValidationError for a body that does not fit."""
     content = read_json(b"".join(pieces), limits.values)
     try:
         made = model.model_validate(content)
@@ -125,9 +121,7 @@ def _validated(pieces: Sequence[bytes], model: type[BaseModel], limits: Limits) 
 
 def read_json(body: bytes, most: int) -> Any:
     """Read a body of at most `most` values, which are counted before anything is made of them.
-
-    Raises BadRequest for what is too much, and RequestValidationError for what is no JSON.
-    """
+    Raises BadRequest for what is too much, and RequestValidationError for what is no JSON."""
     size = JsonSize.of(body, most)
     for what, count, limit in (
         ("values", size.values, most),
@@ -146,9 +140,7 @@ def read_json(body: bytes, most: int) -> Any:
 @dataclass
 class JsonSize:
     """What a JSON text holds: values, lists and objects and their fields (`structure`), and escapes in texts.
-
-    `marks` are the characters outside of texts, without white space: those of numbers, mostly.
-    """
+    `marks` are the characters outside of texts, without white space: those of numbers, mostly."""
 
     values: int = 0
     structure: int = 0

@@ -54,9 +54,7 @@ def answered(answer: Answer) -> Response:
 
 def with_choices(answer: Common, choices: Sequence[Answer]) -> Response:
     """Return an answer, whose choices are empty, with these as an HTTP response.
-
-    They become text one by one: while one does, no other thread runs.
-    """
+    They become text one by one: while one does, no other thread runs."""
     text = ",".join(each.json_text() for each in choices)
     whole = answer.json_text().replace('"choices":[]', f'"choices":[{text}]', 1)
     return Response(whole, media_type="application/json")

@@ -48,9 +48,7 @@ class Regions:
 
     def begin(self, prompt: str, anchor: Any) -> None:
         """Read the beginning of the message that the prompt ends with, behind the last match of a pattern.
-
-        Without a match it is a mark, if the prompt ends with one.
-        """
+        Without a match it is a mark, if the prompt ends with one."""
         opened = (match for field in self._fields for match in field.open_re.finditer(prompt))
         begins = [match.start() for match in opened if not prompt[match.end() :].strip()]
         if found := [match.end() for match in anchor.finditer(prompt)] or begins:
@@ -189,9 +187,7 @@ def one_call(name: str) -> Reader:
 
 def many_calls() -> Reader:
     """Return a reader of a JSON array of calls, objects with a tool's name and parameters, each once it is complete.
-
-    If the text was cut before the first, the message has no call.
-    """
+    If the text was cut before the first, the message has no call."""
     text, count = "", 0
 
     def read(piece: Piece) -> list[answers.Delta]:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Recipe:
     """The arguments from which a server's state is made; it can be pickled, so that other processes make the same.
-
-    `template` is a Jinja chat template in place of the tokenizer's.
-    """
+    `template` is a Jinja chat template in place of the tokenizer's."""
 
     models: ModelOptions
     settings: ServeSettings

@@ -24,9 +24,7 @@ XML = "xml-inline"  # content of a region that consists of tags; transformers sk
 @dataclass(frozen=True)
 class AnswerForm:
     """The form of a family's answers: a `ResponseTemplate` of transformers, and the tokenizer that parses calls by it.
-
-    `tools` give the types of their arguments.
-    """
+    `tools` give the types of their arguments."""
 
     template: Any
     tokenizer: Any
@@ -43,9 +41,7 @@ class AnswerForm:
 
     def regions(self, prompt: Sequence[int], most: int | None = None, formed: bool = False) -> Regions:
         """Return what divides the answer to a prompt of these token ids; calls are parsed if there are tools.
-
-        Where content is `formed` by a grammar, no marks are looked for in it.
-        """
+        Where content is `formed` by a grammar, no marks are looked for in it."""
         regions = Regions(self.template, self.calls if self.tools else None, most, formed)
         regions.begin(self.tokenizer.decode(list(prompt[-BEGUN:])), self.template.start_anchor_re)
         return regions

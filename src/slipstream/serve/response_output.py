@@ -251,9 +251,7 @@ class Conversations:
 
     def resume(self, body: ResponsesRequest, tenant: str, size: int) -> StoredConversation:
         """Return the conversation that a request of `size` bytes goes on with, and its own items.
-
-        Raises NoSuchResponse if it names a response, or an item of one, that is not kept.
-        """
+        Raises NoSuchResponse if it names a response, or an item of one, that is not kept."""
         before = StoredConversation(tenant)
         if body.previous_response_id is not None:
             found = self._kept.get((tenant, body.previous_response_id))

@@ -23,9 +23,7 @@ TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's connection, which is closed if the headers of a request are too long or do not come in time.
-
-    uvicorn itself has a time limit only for connections that send nothing after an answer.
-    """
+    uvicorn itself has a time limit only for connections that send nothing after an answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)

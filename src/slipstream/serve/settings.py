@@ -29,9 +29,7 @@ class Hosts:
     @staticmethod
     def of(bound: str, allowed: Sequence[str] = ()) -> Hosts:
         """Return the hosts of a server that is bound to an address: itself, this machine, and those allowed besides.
-
-        One that is bound to all addresses of its machine may be addressed by any. Raises ValueError for no host.
-        """
+        One that is bound to all addresses of its machine may be addressed by any. Raises ValueError for no host."""
         for name in allowed:
             if name != ANY and not re.fullmatch(r"[A-Za-z0-9._-]+", name) and not _is(name):
                 raise ValueError(f"--allow-host {name!r} is no host: write its name, without a port, or * for any.")

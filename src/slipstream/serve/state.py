@@ -174,9 +174,7 @@ class ServerState:
     @contextmanager
     def refusing(self, field: str) -> Iterator[None]:
         """Raise BadRequest for what is refused in the block: an option, which the error names, or what is in `field`.
-
-        It names the model as clients do: the engine's name may be a path of this machine.
-        """
+        It names the model as clients do: the engine's name may be a path of this machine."""
         try:
             yield
         except ServeError:
@@ -191,9 +189,7 @@ class ServerState:
 
 def recommended_gamma(stats: Stats) -> int | None:
     """Return the draft length that would have been fastest, from the acceptance and times so far.
-
-    None before anything was drafted. Theorem 3.8 of arXiv 2211.17192, with acceptance by position.
-    """
+    None before anything was drafted. Theorem 3.8 of arXiv 2211.17192, with acceptance by position."""
     if not stats.drafted or not stats.target_calls:
         return None
     verify = sum(seconds for phase, seconds in stats.seconds.items() if phase not in ("draft", "prefill"))

@@ -30,9 +30,7 @@ class CallGrammar:
 
     def lark(self, parallel: bool) -> str | None:
         """Return rules for an answer of calls, or of another form, perhaps after a thought; None if it has no calls.
-
-        Arguments that the family writes as JSON fit the schemas of the tools; all others are the model's own.
-        """
+        Arguments that the family writes as JSON fit the schemas of the tools; all others are the model's own."""
         fields = self.form.template.fields
         field = fields.get(CALLS)
         calls = [self._call(field, tool["function"]) for tool in self.form.tools or ()] if field else []

@@ -47,9 +47,7 @@ class Detokenizer:
 
     def _new(self, text: str, settled: str) -> str:
         """Return the settled part of the tail's text that was not returned before.
-
-        A prompt may end inside a character, which the text then begins with.
-        """
+        A prompt may end inside a character, which the text then begins with."""
         known = self._text
         while not text.startswith(known):
             known = known[:-1]

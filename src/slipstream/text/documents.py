@@ -52,9 +52,7 @@ def token_ids(
     sources: Sequence[str], tokenizer: Any, field: str | None = None, skipped: list[Path] | None = None
 ) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
     """Read documents as `read` does -> their token ids, each (length,); many texts are tokenized at once.
-
-    Chats are written by the tokenizer's chat template. Raises ValueError if it has none.
-    """
+    Chats are written by the tokenizer's chat template. Raises ValueError if it has none."""
     documents = read(sources, field, skipped)
     while some := [_templated(*found, tokenizer) for found in islice(documents, TOGETHER)]:
         texts = [document for document in some if isinstance(document, str)]

@@ -18,9 +18,7 @@ from slipstream.text.jsontext import read_json
 @dataclass(frozen=True)
 class Item:
     """A prompt as it was given: a text, messages or token ids; or, in `error`, the reason why it cannot be used.
-
-    `where` names the prompt in error messages; `shown` is printed before its completion.
-    """
+    `where` names the prompt in error messages; `shown` is printed before its completion."""
 
     where: str
     prompt: Any = None

@@ -21,9 +21,7 @@ Reading = Callable[[str], bytes | None]  # A function from a token's name to the
 
 class Spelling:
     """Decodes the tokens of one tokenizer, together and one by one.
-
-    `hidden` maps the special tokens, which are not printed, to their texts.
-    """
+    `hidden` maps the special tokens, which are not printed, to their texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -54,9 +54,7 @@ class Stamps:
         self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], window: tuple[float, float]
     ) -> Iterator[Segment]:
         """Yield the segments of a window of an audio, given as begin and end in seconds: the text between two times.
-
-        Text after the last timestamp lasts until the end of the window.
-        """
+        Text after the last timestamp lasts until the end of the window."""
         begin, end = window
         start, kept = 0.0, list[int]()
         for token in (*tokens, None):

@@ -56,9 +56,7 @@ class DraftCosts:
 
     def gain(self, kept: Sequence[float]) -> tuple[int, float]:
         """Return the best gamma and its speed-up over plain decoding (Theorem 3.8); (0, 1.0) if no gamma pays.
-
-        kept[i - 1] is the chance that at least i drafted tokens are accepted.
-        """
+        kept[i - 1] is the chance that at least i drafted tokens are accepted."""
         kept = kept[: len(self.verify) - 1]
         gamma = best_gamma_by_position(kept, self.c, self.curve)
         return gamma, expected_tokens(kept[:gamma]) / round_cost(gamma, self.c, self.curve)
@@ -156,9 +154,7 @@ class DistillSettings:
 
 class Distiller:
     """Trains a draft model for the target of an engine.
-
-    `train` resumes after an interruption, also in a new process, and ends with the same weights as without one.
-    """
+    `train` resumes after an interruption, also in a new process, and ends with the same weights as without one."""
 
     def __init__(
         self,

@@ -31,9 +31,7 @@ FILES = {FILE: HEADS, STATE: KIND}  # the files that a training writes to its fo
 @dataclass(frozen=True)
 class TrainingSettings:
     """The settings of a training of heads: a step reads `rows` windows of `length` tokens.
-
-    The learning `rate` warms up and decays. Raises ValueError for impossible values.
-    """
+    The learning `rate` warms up and decays. Raises ValueError for impossible values."""
 
     heads: int = 4
     inner: int = 0  # the hidden units of a head; 0 takes those of a layer of the target

@@ -26,9 +26,7 @@ def reverse_kl(log_p: Tensor, log_q: Tensor, used: Tensor) -> Tensor:
 
 def total_variation(log_p: Tensor, log_q: Tensor, used: Tensor) -> Tensor:
     """Compute TV(p, q) = 1 - sum_x min(p(x), q(x)), the chance that a drafted token is rejected.
-
-    Its gradient teaches little while the laws are far apart.
-    """
+    Its gradient teaches little while the laws are far apart."""
     return 0.5 * ((log_p.exp() - log_q.exp()).abs().sum(-1) + (_rest(log_p) - _rest(log_q)).abs())
 
 

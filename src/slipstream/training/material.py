@@ -103,9 +103,7 @@ MOST_TOKENS = 1_000_000  # the most tokens of documents to learn from: the targe
 @dataclass(frozen=True)
 class Material:
     """The material of a distillation: lessons on documents (`read`) and on texts that the target has `written`.
-
-    `prompts` (token ids) are held out for measuring.
-    """
+    `prompts` (token ids) are held out for measuring."""
 
     read: Lessons
     written: Lessons
@@ -152,9 +150,7 @@ def divide(documents: Sequence[Tokens]) -> Divided:
 @dataclass(frozen=True)
 class Amount:
     """The amount of material: texts of `length` tokens, `read` tokens of documents, and `written` ones of the target.
-
-    With `laws` the target's law is computed at every position; otherwise the law is the next token.
-    """
+    With `laws` the target's law is computed at every position; otherwise the law is the next token."""
 
     length: int
     read: int
@@ -167,9 +163,7 @@ def gather(
     engine: Engine, divided: Divided, amount: Amount, folder: Path, watch: Callable[[int], object] = lambda tokens: None
 ) -> Material:
     """Let the target write its texts, resuming where it was stopped, and make lessons of these and of the documents.
-
-    `watch` is called with the number of tokens written so far. The texts are stored in `folder`.
-    """
+    `watch` is called with the number of tokens written so far. The texts are stored in `folder`."""
     target = target_of(engine)
     settings = {"target": target.name, "length": str(amount.length), "text_tokens": str(divided.tokens)}
     written = WrittenTexts(folder / WRITTEN, settings)

@@ -198,9 +198,7 @@ class Trainer:
 
 def muon_and_adam(model: nn.Module, muon: float, adam: float) -> list[torch.optim.Optimizer]:
     """Make optimizers of a model's trainable weights: Muon for matrices inside layers, AdamW for all others.
-
-    `muon` and `adam` are their learning rates. An optimizer without weights is left out.
-    """
+    `muon` and `adam` are their learning rates. An optimizer without weights is left out."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, weight in model.named_parameters():
@@ -217,9 +215,7 @@ def muon_and_adam(model: nn.Module, muon: float, adam: float) -> list[torch.opti
 
 def trapezoid(warm_up: float, decay: float, first: float = 0.0) -> Schedule:
     """Return a schedule that rises from the factor `first` over the share `warm_up` of the budget, and stays at 1.
-
-    Over the last share `decay` it falls linearly to 0.
-    """
+    Over the last share `decay` it falls linearly to 0."""
 
     def factor(step: int, used: float) -> float:
         return max(0.0, min(1.0, first + used / warm_up, (1.0 - used) / decay))

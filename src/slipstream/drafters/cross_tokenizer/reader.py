@@ -185,9 +185,7 @@ class RetokenizingReader:
 
     def catch_up(self, room: int) -> Tensor:
         """Feed the missing tokens, leaving room for `room` more -> logits (rows, 1, vocab) after the last token.
-
-        They are meaningless for a row whose reading is empty.
-        """
+        They are meaningless for a row whose reading is empty."""
         missing = self._align(room)
         if max(map(len, missing)) > 2:
             early = [tokens[:-1] for tokens in missing]

@@ -65,9 +65,7 @@ class Corpus:
         documents: Iterable[Sequence[int] | Array | torch.Tensor], vocab: int, tokenizer: str = "", marks: int = 0
     ) -> Corpus:
         """Index documents, each an array of token ids (length,). Needs about 40 bytes of memory per token.
-
-        `marks` ids above `vocab` are allowed too. Raises ValueError for ids outside the vocabulary and no tokens.
-        """
+        `marks` ids above `vocab` are allowed too. Raises ValueError for ids outside the vocabulary and no tokens."""
         if vocab < 1:
             raise ValueError(f"vocab={vocab} is not possible: it must be 1 or more.")
         parts = list[Array]()
@@ -91,9 +89,7 @@ class Corpus:
 
     def match(self, context: Sequence[int], count: int) -> Match:
         """Return the longest suffix of `context` in the corpus, and up to `count` tokens that followed it most often.
-
-        Of equally frequent tokens it takes the one of the earliest occurrence. It ends where a document ends.
-        """
+        Of equally frequent tokens it takes the one of the earliest occurrence. It ends where a document ends."""
         length, low, high = self._longest(context)
         if not length or not count:
             return Match(length)

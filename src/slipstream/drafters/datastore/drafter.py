@@ -72,9 +72,7 @@ class Datastore(CopyingDrafter[Trace]):
         settings: DatastoreSettings | None = None,
     ) -> None:
         """Make the drafter; `vocab` is the size of the target's logits.
-
-        Raises ValueError if there is nothing to draft from or learn for.
-        """
+        Raises ValueError if there is nothing to draft from or learn for."""
         super().__init__()
         self.settings = settings or DatastoreSettings()
         if learn and memory is None:
@@ -142,9 +140,7 @@ class Datastore(CopyingDrafter[Trace]):
 
 def open_corpus(folder: str | os.PathLike[str], tokenizer: str = "") -> Corpus | None:
     """Open the corpus of a datastore's folder; return None if it has none.
-
-    Raises ValueError if it is damaged or was built with another tokenizer (names as `fingerprint` gives them).
-    """
+    Raises ValueError if it is damaged or was built with another tokenizer (names as `fingerprint` gives them)."""
     path = Path(folder) / CORPUS
     if not path.exists():
         return None

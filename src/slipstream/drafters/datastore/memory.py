@@ -77,9 +77,7 @@ class ResponseMemory:
         self, path: str | os.PathLike[str], embed: Embedder, tokenizer: str = "", limits: NamespaceLimits | None = None
     ) -> None:
         """Open the file or create it, readable by its owner only.
-
-        Raises ValueError if it is not a memory, is damaged, or was made with another tokenizer or embedding.
-        """
+        Raises ValueError if it is not a memory, is damaged, or was made with another tokenizer or embedding."""
         self.path, self.embed, self.limits = Path(path), embed, limits or NamespaceLimits()
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._touched: dict[str, set[int]] = {}
@@ -89,9 +87,7 @@ class ResponseMemory:
 
     def add(self, namespace: str, request: Sequence[int], response: Sequence[int]) -> None:
         """Store a response (token ids); when this returns, it is on disk.
-
-        A response that alone exceeds the limits is not stored. Raises OSError if the file cannot be written.
-        """
+        A response that alone exceeds the limits is not stored. Raises OSError if the file cannot be written."""
         if not request or not response:
             raise ValueError("a request and its response need at least one token each.")
         vector, tokens = self.embed(request).astype("<f2").tobytes(), np.array(response, "<u4").tobytes()
@@ -238,9 +234,7 @@ def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
 
 def forget(path: str | os.PathLike[str], namespace: str) -> None:
     """Remove a namespace from a file; its bytes on disk are overwritten.
-
-    Raises FileNotFoundError, and ValueError if it has no such namespace.
-    """
+    Raises FileNotFoundError, and ValueError if it has no such namespace."""
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no memory at {path}.")
     if namespace not in (names := [total.namespace for total in read_totals(path)]):

@@ -152,9 +152,7 @@ class Journal:
 
 def write_table(path: Path, records: Iterator[dict[str, Any]], columns: Mapping[str, str]) -> None:
     """Write records as a Parquet table with these columns, a thousand rows at a time.
-
-    Missing fields are null; in columns of text, numbers and objects are written as JSON.
-    """
+    Missing fields are null; in columns of text, numbers and objects are written as JSON."""
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 

@@ -41,9 +41,7 @@ def refused(message: str) -> ServerReply:
 @dataclass(frozen=True)
 class AnswerFormat:
     """A format of answers: `record` makes the JSON object of one, from the index and the id of its line.
-
-    `columns` are those of a table of answers, with the names of their Arrow types.
-    """
+    `columns` are those of a table of answers, with the names of their Arrow types."""
 
     name: str
     record: Callable[[int, str | int | None, ServerReply], dict[str, Any]]
@@ -126,9 +124,7 @@ class LineDefaults:
 
     def complete(self, line: BatchLine) -> BatchLine:
         """Return the line with a full body. A sampled line gets a seed from its name, unless it has one.
-
-        Its text then depends neither on what runs with it nor on how often the run was interrupted.
-        """
+        Its text then depends neither on what runs with it nor on how often the run was interrupted."""
         if line.error:
             return line
         body = {**self.body, **line.body}

@@ -26,9 +26,7 @@ Ask = Callable[[BatchLine], Awaitable[ServerReply]]  # sends the request of a li
 @asynccontextmanager
 async def asking(state: ServerState) -> AsyncIterator[Ask]:
     """Start an application and wait until its models are warm -> a way to ask it; it ends with the block.
-
-    Raises ServiceUnavailable if the models cannot run, also when the application has ended.
-    """
+    Raises ServiceUnavailable if the models cannot run, also when the application has ended."""
     async with (
         running(state) as app,
         AsyncClient(
@@ -148,9 +146,7 @@ def _answers(recipe: Recipe, lines: Sequence[BatchLine], actors: int | None) -> 
 
 class BatchActor:
     """The actor: an application with the models, which answers several blocks of lines at a time.
-
-    Ray calls it from several threads; the application lives in an event loop in another thread.
-    """
+    Ray calls it from several threads; the application lives in an event loop in another thread."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._loop = asyncio.new_event_loop()

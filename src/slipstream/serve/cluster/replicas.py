@@ -147,9 +147,7 @@ class Front:
 
     async def _ask(self, scope: dict[str, Any], body: bytes) -> Response:
         """Send a request to a replica and return its answer: complete, or a stream whose first piece has arrived.
-
-        Raises one of LOST if the replica is lost before that.
-        """
+        Raises one of LOST if the replica is lost before that."""
         handle = self.replicas.options(stream=True, session_id=routing_key(body))
         pieces = handle.answer.remote(scope, body)
         try:
@@ -165,9 +163,7 @@ class Front:
 
 async def _rest(first: bytes, pieces: Any) -> AsyncIterator[bytes]:
     """Yield the pieces of a stream, and an error event if its replica is lost.
-
-    If the client disconnects, the request is cancelled.
-    """
+    If the client disconnects, the request is cancelled."""
     try:
         yield first
         async for piece in pieces:

@@ -18,9 +18,7 @@ BEGINNING, QUESTION = 256, 4096
 @dataclass(frozen=True)
 class Scale:
     """The least and greatest number of replicas, and the CPUs and GPUs of each (None: Ray's default).
-
-    Raises ValueError unless 1 <= least <= most.
-    """
+    Raises ValueError unless 1 <= least <= most."""
 
     least: int = 1
     most: int = 1

@@ -152,9 +152,7 @@ class DraftRows:
 
     def open(self, client: int, opened: OpenRow) -> None:
         """Add a row, replacing one of the same name.
-
-        Raises FrameError if there are too many rows, or if the draft cannot read its source.
-        """
+        Raises FrameError if there are too many rows, or if the draft cannot read its source."""
         self.close(client, opened.row)
         if len(self.rows) >= self.most_rows:
             raise FrameError(f"this draft server serves {self.most_rows} rows at once: use less, or raise --max-rows")

@@ -43,9 +43,7 @@ def build(
     draft: str, dtype: Any = "auto", device: str | None = None, compile: bool = False, tokenizer: str | None = None
 ) -> tuple[Drafter, VocabularySketch]:
     """Build the drafter of a specification -> the drafter, and the vocabulary of its tokens; `tokenizer` is a name.
-
-    Raises ValueError for a draft that cannot be parsed or loaded, or that needs a target.
-    """
+    Raises ValueError for a draft that cannot be parsed or loaded, or that needs a target."""
     syntax = parse(draft)
     parts = list(_parts(syntax))
     if any(part.kind in ("tcp", "tls") for part in parts):
@@ -156,9 +154,7 @@ class Desk:
 
     def serve(self, letters: Sequence[Letter]) -> None:
         """Process letters in order, draft for all requests in one batch, and answer.
-
-        Of several requests of one client, only the last is answered.
-        """
+        Of several requests of one client, only the last is answered."""
         last = {letter.client: place for place, letter in enumerate(letters) if letter.asks}
         asking = list[tuple[Letter, list[Served]]]()
         for place, letter in enumerate(letters):
