@@ -9,7 +9,7 @@ import transformers
 import worker
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.bench.peers import assisted, assisted_auto, generate, lookup
+from slipstream.bench.peers import assisted, generate, lookup
 from slipstream.bench.records import BenchTask
 
 MODELS: dict[str, PreTrainedModel] = {}
@@ -36,7 +36,7 @@ def run(asked: worker.Asked) -> worker.Asked:
         contender = lookup(model, int(gamma))
     else:
         draft = MODELS["draft"]
-        contender = assisted_auto(model, draft) if gamma == "auto" else assisted(model, draft, int(gamma))
+        contender = assisted(model, draft, None if gamma == "auto" else int(gamma))
     torch.manual_seed(asked["seed"])
     prompts = tuple(map(tuple, asked["prompts"]))
     task = BenchTask(prompts, asked["batch"], asked["temperature"], asked["count"], frozenset(), asked["seed"])

@@ -70,8 +70,7 @@ def _transformers(engine: Engine, settings: BenchSettings) -> list[Contender]:
         return [peers.generate(models[0], engine.frame.begin)]
     contenders = [peers.generate(models[0])]
     if len({model.config.get_text_config().vocab_size for model in models}) == 1 < len(models):
-        contenders += [peers.assisted(models[0], models[1], gamma) for gamma in settings.gammas]
-        contenders.append(peers.assisted_auto(models[0], models[1]))
+        contenders += [peers.assisted(models[0], models[1], gamma) for gamma in (*settings.gammas, None)]
     return contenders + [peers.lookup(models[0], gamma) for gamma in settings.gammas]
 
 

@@ -22,23 +22,18 @@ def generate(model: PreTrainedModel, begin: Sequence[int] = ()) -> Contender:
     return Contender(GENERATE, lambda task: _generate(model, task, begin))
 
 
-def assisted(target: PreTrainedModel, draft: PreTrainedModel, gamma: int) -> Contender:
+def assisted(target: PreTrainedModel, draft: PreTrainedModel, gamma: int | None = None) -> Contender:
+    """Make the contender of assisted generation, without a `gamma` by transformers' own schedule of draft lengths."""
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    return _assisted(ASSISTED, target, draft, {"num_assistant_tokens": gamma, **constant})
+    settings: dict[str, Any] = {} if gamma is None else {"num_assistant_tokens": gamma, **constant}
 
-
-def assisted_auto(target: PreTrainedModel, draft: PreTrainedModel) -> Contender:
-    return _assisted(ASSISTED_AUTO, target, draft, {})
-
-
-def _assisted(name: str, target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> Contender:
     def run(task: BenchTask) -> Output:
         # These are read from the assistant's own configuration, which arguments of `generate` do not reach. It is a new
         # one for every call, as some schedules write into it.
         with _configured(draft, **settings):
             return _generate(target, task, assistant_model=draft)
 
-    return Contender(name, run, settings.get("num_assistant_tokens"), largest_batch=1)
+    return Contender(ASSISTED_AUTO if gamma is None else ASSISTED, run, gamma, largest_batch=1)
 
 
 def lookup(model: PreTrainedModel, gamma: int) -> Contender:
