@@ -16,6 +16,19 @@ constexpr double ROUND = 6755399441055744;  // 1.5 * 2^52: what is added to it a
 constexpr float LEAST = 1e-30f;    // inputs below it are nothing
 
 constexpr int WHOLE_ROWS = 6;  // whose sums of a group stay in registers
+constexpr int MORE_ROWS = 8;   // which take turns with codes that stay there
+
+// There is no instruction that adds four products, but one that adds two.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#define PAIRS true
+#else
+#define PAIRS false
+#endif
+
+// Whether rows take turns with codes. With 16 registers this pays from four rows on, and where codes of 8 bits are
+// multiplied by halves, for groups of 16.
+template <class Form, int ROWS>
+constexpr bool TURNS = PAIRS && (LANES == 16 || ROWS > 3) && (Form::BITS == 4 || Form::SCALE == Scale::STEPS);
 
 constexpr int64_t SIDE = 16;  // rows and features of a tile
 
@@ -97,7 +110,7 @@ struct Layer {
 };
 
 // Sums of products of codes with inputs, within a group.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD) || !defined(__AVX2__)
+#if !PAIRS
 template <int BITS, int ROWS>
 struct Products {
   static constexpr int CHAINS = BITS == 4 && ROWS <= 2 ? 2 : 1;  // sums that wait for each other; many rows do not wait
@@ -152,7 +165,6 @@ struct Products {
 
   Whole total() const { return settled; }
 
- private:
 #if defined(__AVX512BW__)
   static void pairs(Short& sum, const Words& codes, const int8_t* inputs) {
     int32_t four;
@@ -175,6 +187,31 @@ struct Products {
   }
 #endif
 };
+
+// The products of LANES features' codes of STEPS with each row's inputs, or their sums with `found`.
+template <int BITS, int STEPS, int ROWS, bool FIRST>
+void take_turns(const uint8_t* codes, const int8_t* given, int64_t apart, Whole* found) {
+  using Own = Products<BITS, ROWS>;
+  constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
+  Words low[STEPS], high[STEPS];
+  for (int step = 0; step < STEPS; ++step) {
+    const Words some = (Words)vector_at(codes + step * WIDTH);
+    low[step] = some & 0x0f0f0f0fu;
+    high[step] = (some >> 4) & 0x0f0f0f0fu;
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    const int8_t* inputs = given + r * apart;
+    asm("" : "+r"(inputs));  // else GCC reads the inputs of all rows first, and has no place for them
+    typename Own::Short sums[2] = {};
+    for (int step = 0; step < STEPS; ++step) {
+      Own::pairs(sums[0], low[step], inputs + step * STEP);
+      Own::pairs(sums[1], high[step], inputs + (step + 1) * STEP - QUAD);
+    }
+    const Whole four = Own::joined(BITS == 4 ? sums[0] + sums[1] : sums[0], 1);
+    const Whole all = BITS == 4 ? four : four + Own::joined(sums[1], 16);
+    found[r] = FIRST ? all : found[r] + all;
+  }
+}
 #endif
 
 // Adds a group's products, a row's with LANES features, to the row's sums. `own` is the place of the row's group. All is
@@ -188,9 +225,42 @@ void add_group(Lanes& sum, const Whole& products, const Lanes& zero, const Lanes
   if constexpr (Form::ZERO == Zero::OFFSET) sum = fused(offset, inputs.scales[own] * inputs.sums[own], sum);
 }
 
+#if PAIRS
+// A panel's features of ROWS rows, beginning with `row`, which take turns with the codes of STEPS.
+template <class Form, int ROWS, int STEPS>
+void tile_in_turns(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) {
+  constexpr int64_t STEP = QUAD * 8 / Form::BITS, VECTOR = LANES * QUAD, BYTES = STEPS * PANEL * QUAD;
+  const int64_t apart = inputs.apart;
+  const uint8_t* codes = layer.weights.codes + panel * inputs.groups * (inputs.group / STEP) * PANEL * QUAD;
+  const int8_t* given = inputs.codes.data() + row * apart;
+  Lanes sums[ROWS][PARTS] = {};
+  for (int64_t group = 0; group < inputs.groups; ++group) {
+    Whole found[PARTS][ROWS];
+    for (int64_t begin = 0; begin < inputs.group; begin += STEPS * STEP, codes += BYTES, given += STEPS * STEP)
+      for (int part = 0; part < PARTS; ++part) {
+        prefetch(codes + part * BYTES / PARTS, BYTES / PARTS);
+        begin ? take_turns<Form::BITS, STEPS, ROWS, false>(codes + part * VECTOR, given, apart, found[part])
+              : take_turns<Form::BITS, STEPS, ROWS, true>(codes + part * VECTOR, given, apart, found[part]);
+      }
+    const Numbers<Form> numbers(layer.weights, panel, group);
+    for (int part = 0; part < PARTS; ++part) {
+      const Lanes zero = numbers.zeros(part), scale = numbers.scales(part), offset = numbers.offsets(part);
+      for (int r = 0; r < ROWS; ++r)
+        add_group<Form>(sums[r][part], found[part][r], zero, scale, offset, inputs, group * inputs.rows + row + r);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) layer.write(panel, row + r, reinterpret_cast<const float*>(sums[r]));
+}
+#endif
+
 // A panel's features of ROWS rows, beginning with `row`. Products are settled after at most 32 inputs.
 template <class Form, int ROWS>
 void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) {
+#if PAIRS
+  if constexpr (TURNS<Form, ROWS>)
+    return Form::BITS == 4 && inputs.group % 32 ? tile_in_turns<Form, ROWS, 2>(layer, inputs, panel, row)
+                                                : tile_in_turns<Form, ROWS, 4>(layer, inputs, panel, row);
+#endif
   constexpr int BITS = Form::BITS;
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD, VECTOR = LANES * QUAD;
   constexpr int WIDE = LANES == 16 ? PARTS : ROWS == 1 ? 4 : ROWS <= (BITS == 8 ? 2 : 3) ? 2 : 1;  // vectors of a panel
@@ -329,10 +399,11 @@ template <class Form>
 void fill(const Layer& layer, const Inputs& inputs, int64_t panel, Tiles<Form>& tiles) {
   const int64_t tiled = tiles.rows(inputs), others = inputs.rows - tiled;
   for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(layer, panel, row);
-  const int64_t parts = (others + WHOLE_ROWS - 1) / WHOLE_ROWS;
+  constexpr int MOST = TURNS<Form, MORE_ROWS> ? MORE_ROWS : WHOLE_ROWS;
+  const int64_t parts = (others + MOST - 1) / MOST;
   for (int64_t i = 0; i < parts; ++i) {
     const int64_t row = tiled + others * i / parts;
-    as_constant<WHOLE_ROWS>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
+    as_constant<MOST>(tiled + others * (i + 1) / parts - row, [&](auto rows) {
       tile<Form, decltype(rows)::value>(layer, inputs, panel, row);
     });
   }
