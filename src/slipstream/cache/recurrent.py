@@ -1,13 +1,10 @@
 """`StateCache`, a cache of recurrent states, with earlier states of each row for rollback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 State = TypeVar("State")
-
 MOST_KEPT = 64  # the greatest number of states kept per row: more than a round ever makes
 
 

@@ -5,8 +5,6 @@ hold leftovers of rejected tokens or padding: the mask (slot <= position) hides 
 tokens overwrite them. On CPUs only pages that were ever written take memory, so that rows may be unequally long.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

@@ -231,5 +231,4 @@ def accepted_paths(verdict: Verdict) -> list[list[int]]:
 
 
 Draw = Callable[..., Tensor]  # the only randomness of a verifier: draw(law, purpose, start=0, node=None) -> tokens
-
 Verifier = Callable[[Law, Draft, Draw], Verdict]  # A verifier: (p over gamma + 1 positions, draft, draw) -> Verdict

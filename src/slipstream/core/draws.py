@@ -195,7 +195,6 @@ def gumbel_noise(seed: int, request: int, text: tuple[int, ...], vocab: int) -> 
 
 
 draw = Inversion()  # the `Rng` of all rules but the coupled one
-
 draw_coupled = GumbelChoice()  # the `Rng` of the coupled rule: the text of a seed is the same with any draft
 
 

@@ -1,7 +1,5 @@
 """What Python and the C library do about memory that was freed: when garbage is looked for, and what is given back."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Iterator

@@ -15,16 +15,13 @@ from slipstream.core.options import declared, option
 
 DEVICES = str | dict[str, Any]  # the kind of `device_map`
 RANKS = Literal["auto"] | dict[str, str]  # the kind of `tp_plan`
-
 FLOATS = Literal["float32", "bfloat16", "float16"]
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
-DRAFTS = (
+DRAFTS = (  # the forms of drafts besides names of models, for users; the table is `drafters.kinds.KINDS`
     *("int4", "int8", "window:N", "lookup", "ngram:FILE", "datastore:DIR", "exit:LAYERS", "eagle3:NAME", "dflash:NAME"),
     *("phrases:FILE", "mtp", "heads:DIR", "tcp://HOST:PORT", "embedded", "plain"),
 )
-"""The forms of drafts besides names of models, for users; the table is `drafters.kinds.KINDS`."""
-
 MORE = "(docs/drafts.md). Or --draft-model. Without: the one declared for the target, else plain."
 
 

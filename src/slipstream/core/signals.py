@@ -1,7 +1,5 @@
 """Handling Ctrl-C and SIGTERM: in a whole command, and for as long as a block runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -14,9 +12,7 @@ from typing import Any
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that end a process: Ctrl-C, and what batch systems and containers send."""
 
-INTERRUPTED = 130
-"""The exit code after one of them."""
-
+INTERRUPTED = 130  # the exit code after one of them
 IMPORTING = "<frozen importlib._bootstrap>"
 SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # and clear the line
 

@@ -1,7 +1,5 @@
 """Sources: the inputs of an encoder, for which the decoder writes the text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of numbers and switches that users give: the value, or an error that says what is allowed."""
 
-from __future__ import annotations
-
 import math
 from numbers import Integral, Real
 from typing import Any

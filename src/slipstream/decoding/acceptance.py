@@ -4,8 +4,6 @@ They are functions from laws to laws, whose only randomness comes from the `draw
 gamma + 1 positions, the draft and its law q gamma; rows may draft fewer (`draft.lengths`).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

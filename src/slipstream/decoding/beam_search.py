@@ -6,8 +6,6 @@ that is not in the table. Additional prefixes cannot change the result, so any d
 is in the table.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version

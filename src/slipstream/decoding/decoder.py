@@ -1,7 +1,5 @@
 """`Decoder`, the target, drafter, verifier and controller of decoding, and `NoDraft`, the drafter of plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Decodes requests to their end: `rounds` yields every round, `generate` returns the rows, `plain` is the baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 

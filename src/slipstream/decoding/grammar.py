@@ -22,7 +22,6 @@ from slipstream.text.jsontext import json_text
 
 ANSWER = "@answer"  # the name, in Lark, of the grammar that `Grammars.within` is given
 MATCHERS = 64  # the number of texts per grammar whose states are kept; any other text is matched from its beginning
-
 Found = TypeVar("Found")
 
 

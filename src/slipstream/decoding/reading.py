@@ -1,7 +1,5 @@
 """Chunked prefill: prompts are read in pieces, the shortest rest first, and equal prompts only once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Acceptance rules under the names that users give: their verifiers for chains and trees, and their draws."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slipstream.core.draft import Draft, Draw, Verdict, Verifier

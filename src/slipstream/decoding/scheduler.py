@@ -1,7 +1,5 @@
 """The scheduler of continuous batching: requests join and leave between rounds, and rows of all kinds share a batch."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

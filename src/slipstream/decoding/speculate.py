@@ -5,8 +5,6 @@ stands plus one token. Invariant after a round: the target's cache covers every 
 is pending.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

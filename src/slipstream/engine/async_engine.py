@@ -1,7 +1,5 @@
 """`AsyncEngine`: an engine for asyncio programs, where calls that overlap share one batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """`BeamTexts` runs the beam searches of a call and returns several texts for each prompt, each with a score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 

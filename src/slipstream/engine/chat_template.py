@@ -1,7 +1,5 @@
 """`ChatTemplate`: which forms of messages a model's chat template takes, and the messages of a chat in these forms."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ Message = Mapping[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that clients and chat templates have for the reasoning in a message of the assistant."""
 
-TOOL = {
+TOOL = {  # a tool to render a template with, to see whether it writes tools
     "type": "function",
     "function": {
         "name": "probe",
@@ -29,14 +27,10 @@ TOOL = {
         },
     },
 }
-"""A tool to render a template with, to see whether it writes tools."""
-
-WITHHELD = (
+WITHHELD = (  # Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set
     *("conversation", "messages", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"),
 )
-"""Parameters of `apply_chat_template` that `Chat.template_kwargs` may not set."""
-
 
 NINE = re.compile(r"[A-Za-z0-9]{9}")
 

@@ -33,7 +33,7 @@ ENDS = ("min_new_tokens", "min_length", "forced_bos_token_id", "forced_eos_token
 """What decides where a text begins and ends, which a grammar does where there is one."""
 
 AS_PROCESSOR, MISSING = "give it as a processor", "it is not available"
-NOT_APPLIED = {
+NOT_APPLIED = {  # what `generate` would honour and is not applied, and what to do instead
     "num_beams": "ask for it by num_beams",
     "num_return_sequences": "ask for it by n, or by num_return_sequences",
     "max_length": "max_new_tokens limits a text",
@@ -44,17 +44,14 @@ NOT_APPLIED = {
     **dict.fromkeys(("constraints", "force_words_ids"), "use a grammar"),
     **dict.fromkeys(("guidance_scale", "penalty_alpha", "diversity_penalty", "dola_layers", "token_healing"), MISSING),
 }
-"""What `generate` would honour and is not applied, and what to do instead."""
 
-
-OFF: dict[str, Any] = {
+OFF: dict[str, Any] = {  # the values that change nothing
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
     **dict.fromkeys(("num_beams", "num_return_sequences"), 1),
     **dict.fromkeys(("top_k", "min_p", "no_repeat_ngram_size", "min_new_tokens", "min_length"), 0),
     **dict.fromkeys(("remove_invalid_values", "token_healing"), False),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "diversity_penalty", *CUTS), 0),
 }
-"""The values that change nothing."""
 
 
 @dataclass(frozen=True)

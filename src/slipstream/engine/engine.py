@@ -1,7 +1,5 @@
 """`Engine`, which `slipstream.load` returns: a target, a drafter and a tokenizer that turn prompts into text."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

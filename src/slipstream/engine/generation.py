@@ -1,7 +1,5 @@
 """`Job`, a call that is ready to run, its `Generation`s, and what these give: `Piece`s, then a `Completion`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing

@@ -76,21 +76,17 @@ def _needed() -> None:
         raise ValueError("images need Pillow: pip install 'slipstream[vision]'.") from None
 
 
-PART_TYPES = {
+PART_TYPES = {  # the kind of media by the "type" of a message part, in the names of OpenAI and of transformers
     **dict.fromkeys(("image", "image_url", "input_image"), Modality.IMAGE),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), Modality.AUDIO),
 }
-"""The kind of media by the "type" of a message part, in the names of OpenAI and of transformers."""
-
 NAMES = {Modality.IMAGE: "image", Modality.AUDIO: "audio"}
 """The "type" of a part in transformers' chat templates, which is also the field that holds its content."""
 
-EXAMPLES = {
+EXAMPLES = {  # An example of a part of each kind, for error messages
     Modality.IMAGE: '{"type": "image_url", "image_url": {"url": "data:..."}}',
     Modality.AUDIO: '{"type": "input_audio", "input_audio": {"data": "(base64)", "format": "wav"}}',
 }
-"""An example of a part of each kind, for error messages."""
-
 FIELDS = {Modality.IMAGE: "images", Modality.AUDIO: "audio"}
 """The field of `TextWithMedia` (or of a mapping in its place) that holds each kind of media."""
 

@@ -1,7 +1,5 @@
 """The options of a call: the values they may take, what they mean, and a one-sentence error for any other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast

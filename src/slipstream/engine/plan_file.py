@@ -14,7 +14,6 @@ from slipstream.files import JsonObject, atomic_write
 from slipstream.text.jsontext import json_text
 
 FORMAT, VERSION = "slipstream plan", 1
-
 KIND = JsonObject("plan", {"format": FORMAT})  # the format that tells a plan file from other JSON files
 
 KINDS: dict[str, tuple[type, ...]] = {

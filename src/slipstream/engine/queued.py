@@ -1,7 +1,5 @@
 """What a `Worker` keeps of its queue: times of a request, a beam search, and errors for what cannot be queued."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads and checks the prompts that users pass to a call, before any work; errors are one sentence each."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

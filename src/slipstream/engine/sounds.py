@@ -3,8 +3,6 @@
 WAV is read here; other formats need soundfile.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import wave
@@ -20,8 +18,6 @@ from torch import Tensor
 from slipstream.core.media import open_file
 
 WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}  # the numpy dtype of WAV samples, by their width in bytes
-
-
 MARGIN = 1  # the seconds on both sides of a part with which it is resampled, so that it is the same as if all were
 
 

@@ -21,7 +21,6 @@ from slipstream.models.media.speech import SpeechInput
 from slipstream.text.transcripts import Segment, Transcript
 
 WINDOWS = 4  # the windows of a sound that are decoded in one call, per row that runs
-
 TASKS = ("transcribe", "translate")
 
 

@@ -32,10 +32,8 @@ CPU_CHUNK, CPU_GROWTH = 64, 4
 Running texts wait for that long; 256 tokens take little more than twice the time of 64.
 """
 
-
 STOPPING = "the server is ending: it finishes what it has, and takes nothing new."
 FAILED = "the thread that runs the models has failed: the server has to be started again."
-
 REST = 1.0  # the seconds without work after which freed memory goes back to the system
 
 

@@ -5,8 +5,6 @@ a program of one step, or a graph of a whole chain on a GPU. They serve laws tha
 drafts go token by token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

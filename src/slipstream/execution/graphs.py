@@ -4,8 +4,6 @@ A captured pass of a 1.1 B model replays some 700 kernels, and most of them take
 fuses them to fewer and larger ones, which are then captured as CUDA graphs.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +19,6 @@ from torch import Tensor
 from slipstream.cache.stores import Stores
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
-
 OnGraph = Callable[[], object]  # A callback before a graph is compiled
 
 
@@ -35,7 +32,6 @@ class GraphCounts:
 
 GRAPHS = GraphCounts()
 """The counts for all models of this process. A warm server should compile no more graphs, since each takes seconds."""
-
 
 Sizes = Iterable[tuple[Tensor, Mapping[int, str]]]  # inputs, each with the names of the dimensions whose sizes vary
 

@@ -3,8 +3,6 @@
 Their numbers are those of program.cpp: places in `CODES`.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,7 +23,7 @@ CODES = (
 )
 CODE = {name: number for number, name in enumerate(CODES)}
 
-ELEMENTWISE = {
+ELEMENTWISE = {  # the names of operators that compute every number by itself, with the instruction of each
     **{
         name: name
         for name in CODES[: CODES.index("arange")]
@@ -39,8 +37,6 @@ ELEMENTWISE = {
     "clamp_min": "maximum",
     "clamp_max": "minimum",
 }
-"""The names of operators that compute every number by itself, with the instruction of each."""
-
 
 CHANGING = {"alpha": 1, "rounding_mode": None, "decimals": 0}
 """The options with which operators compute something else, with their usual values."""

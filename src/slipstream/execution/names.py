@@ -3,8 +3,6 @@
 Transformers 5.24 renamed the caches of all its models; models with code of their own keep their names.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields

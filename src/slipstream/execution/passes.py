@@ -111,7 +111,6 @@ def mask_kinds(config: Any) -> dict[str, Sight]:
 
 
 Parts = tuple[Stores, Tensor, Tensor | None] | None  # the fields of a `Cross`, as graphs take them
-
 EAGERLY = "eagerly, it"
 MOST_WIDTH = 64  # wider passes are prefills, which are bound by arithmetic, so that a graph gains nothing
 
@@ -215,7 +214,6 @@ class PassResult:
 Places = tuple[int, ...]
 """Places of hidden states as in transformers' `hidden_states`: 0 is the input of the first layer, i the output of the
 i-th, and -1 the output of the norm after the last layer."""
-
 
 Watching = Callable[[], AbstractContextManager[Mapping[int, Tensor]]]
 """A function that lets the model show the states of the passes in a block, by place."""

@@ -4,8 +4,6 @@ A program leaves out what no output and no cache depends on, multiplies layers t
 uses a piece of memory again when what lies in it is not needed any more.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,13 +1,10 @@
 """Sizes of tensors that vary: what they are products of, told by how they grew from one recording to another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import prod
 
 Size = tuple[int, int]  # A number, and a set of bits: the sizes that vary by which it is multiplied
-
 Growth = Mapping[tuple[int, int], int]  # the products of some sizes in both recordings, with the bits of the sizes
 
 

@@ -6,8 +6,6 @@ count positions from one offset that all rows share; ours have lengths of their 
 the model, with the same weights, that receives every row's positions.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Finding a model's decoder layers, naming some of them, and running a model with only those."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

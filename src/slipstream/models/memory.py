@@ -1,7 +1,5 @@
 """The rows of a model that run together: the keys and values of their texts, their sources and their images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Sizes have different names in different families; `NAMES` lists the names in use
 have to fit each other are in `OWN`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -64,7 +62,7 @@ SETTINGS: dict[str, Any] = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
 ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
-OWN: dict[str, dict[str, Any]] = {
+OWN: dict[str, dict[str, Any]] = {  # the values of a model type that have to fit each other
     **dict.fromkeys(
         (
             *(
@@ -137,8 +135,6 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_ngroups": 1, "n_mamba_heads": 8, **ZAMBA},
 }
-"""The values of a model type that have to fit each other."""
-
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 

@@ -4,8 +4,6 @@ The model reads the prompt into transformers' cache, as `generate` would. We cop
 and decode there; at the end the model reads what was emitted, so that the cache is as `generate` leaves it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ before the block, and not on the other tokens drafted in it. That is exact, sinc
 each token was drawn from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

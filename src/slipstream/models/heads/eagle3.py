@@ -35,7 +35,6 @@ WEIGHTS, SCALE = Precision.named("int8"), "_scale"
 """The precision of weights that are stored as whole numbers, and what the names of their scales end with."""
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # switches, off by default
-
 WRITE = "give a folder or a hub name of an EAGLE-3 draft in the format of speculators or SpecForge"
 
 

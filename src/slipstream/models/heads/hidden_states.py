@@ -4,8 +4,6 @@ They are stored in the rows' cache like the keys and values of one more layer. S
 moved together after a tree, and stored in the prefix cache as keys and values are, and cannot get out of step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -20,7 +18,6 @@ from slipstream.models.layers import find_layers
 from slipstream.models.memory import Memory
 
 LAST = -1  # the place after the final norm: the input of the model's head
-
 _numbers = count(2 * INDEXER)  # numbers after those of all layers and indexers that a model has
 
 

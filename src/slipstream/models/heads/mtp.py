@@ -6,8 +6,6 @@ layer of the model's own kind, which reads the embedding of a token and the hidd
 embeddings and vocabulary head are the model's.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Sequence

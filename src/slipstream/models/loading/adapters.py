@@ -1,7 +1,5 @@
 """LoRA adapters: the base models that they name, and merging them into weights, which peft does."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Reading single tensors and JSON files of a checkpoint that transformers has no class for, or drops on loading."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One-sentence reasons why a model or tokenizer cannot be loaded, since transformers' own messages often mislead."""
 
-from __future__ import annotations
-
 import os
 import re
 from difflib import get_close_matches

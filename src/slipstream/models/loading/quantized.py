@@ -3,8 +3,6 @@
 The package of the quantization method is not needed, and nothing is dequantized.
 """
 
-from __future__ import annotations
-
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +23,11 @@ from slipstream.models.loading.origin import Origin, source_name
 PLACED_OTHERWISE = {"device_map", "quantization_config", "distributed_config"}
 """Options of `from_pretrained` by which transformers places or quantizes weights itself."""
 
-PACKAGES = {
+PACKAGES = {  # the packages that transformers needs for each method: the names to install, with the names to import
     "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
     "awq": {"accelerate": "accelerate", "gptqmodel": "gptqmodel"},
     "compressed-tensors": {"compressed-tensors": "compressed_tensors"},
 }
-"""The packages that transformers needs for each method: the names to install, with the names to import."""
-
 INT8, FLOAT = ACTIVATIONS = ("int8", "float")
 """How inputs of layers in codes are multiplied: rounded to 8 bits, group by group, or as they are."""
 

@@ -5,8 +5,6 @@ head other tokens are impossible, and no time is spent on their logits; on CPUs,
 half the time.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -52,14 +52,13 @@ class TakesNoVideos:
 
 
 # The loaders are looked up when they are called: without pillow, even naming AutoImageProcessor.from_pretrained raises.
-PARTS: dict[str, Callable[[Any], Any]] = {
+PARTS: dict[str, Callable[[Any], Any]] = {  # the functions that load the parts of processors, by the names of the parts
     "image_processor": lambda name: AutoImageProcessor.from_pretrained(name),
     "feature_extractor": lambda name: AutoFeatureExtractor.from_pretrained(name),
     "audio_processor": lambda name: AutoFeatureExtractor.from_pretrained(name),
     "tokenizer": lambda name: AutoTokenizer.from_pretrained(name),
     VIDEOS: lambda name: NoVideos(),
 }
-"""The functions that load the parts of processors, by the names of the parts."""
 
 
 def load_processor(name: str | Path) -> Any:

@@ -17,7 +17,7 @@ from slipstream.models.encoder_decoder import encoded, source_form
 from slipstream.models.families import refuse_dependence_on_passes
 from slipstream.models.media.processor import run_with_media
 
-UNLIKE_OTHERS = {
+UNLIKE_OTHERS = {  # the types of models that cannot be called as others are, with the reason for each
     "cpmant": "puts learned tokens of its own before every text, which its cache counts and its masks do not",
     "fsmt": "hides no later tokens from earlier ones in a pass with a cache, so it cannot score several at once",
     "kosmos-2.5": "generates with a count of positions of its own, which is not that of the positions it takes",
@@ -25,7 +25,6 @@ UNLIKE_OTHERS = {
     "prophetnet": "predicts several tokens ahead in streams of their own, whose cache gives other logits than the text",
     "xlnet": "predicts a token from a blank in its place, so that what it has read says nothing of the next one",
 }
-"""The types of models that cannot be called as others are, with the reason for each."""
 
 
 def calls_of(model: PreTrainedModel) -> Calls:

@@ -234,14 +234,13 @@ DELTA = Recorded(_gated_delta_rule, ("query", "key", "value", "g", "beta"))
 SPACE = Recorded(_state_space, ("hidden_states", "dt", "A", "B", "C", "chunk_size"))
 STEPS = Recorded(_state_space_step, ("state", "hidden_states", "dt", "A", "B", "C", "D"))
 CONVOLUTION = Recorded(_convolution, ("hidden_states", "weight", "bias", "activation"))
-RECORDED = {
+RECORDED = {  # the functions of transformers that are replaced in recorded passes, by their names
     "torch_chunk_gated_delta_rule": DELTA,
     "torch_recurrent_gated_delta_rule": DELTA,
     "mamba2_chunk_scan": SPACE,
     "mamba2_selective_state_update": STEPS,
     "causal_conv1d_fn": CONVOLUTION,
 }
-"""The functions of transformers that are replaced in recorded passes, by their names."""
 
 
 class Observed:

@@ -54,13 +54,12 @@ class Way:
         return "state, one pass" if self.rewinds else "state, two passes"
 
 
-WAYS = tuple(
+WAYS = tuple(  # the ways that are tried, from the fastest to the slowest
     Way(width, together, positions, rewinds)
     for width, rewinds in ((None, True), (None, False), (1, False))
     for together in (True, False)
     for positions in (True, False)
 )
-"""The ways that are tried, from the fastest to the slowest."""
 
 
 class StateScorer:
