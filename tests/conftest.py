@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SLIPSTREAM_CODES"] = "off"  # and those of calibrated rounding see codes chosen
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,18 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of collections of garbage, each of which would look at it for half a second."""
-    import torch  # not in the process that only hands out tests
-
-    torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def leave_out_of_collections() -> Iterator[None]:
-    """Leave what earlier modules have imported and made out of collections of garbage, of which benchmarks do many."""
+def begin_anew() -> None:
+    """Leave what earlier modules imported and made out of collections of garbage, and their threads to them."""
+    import torch
+
     gc.freeze()
-    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
