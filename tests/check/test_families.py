@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from slipstream.check import families
 from slipstream.check.families import Architecture, attempt, attempts, counted, table
-from slipstream.cli import app as cli
+from terminal import run
 from toys import rare
 
 LLAMA = Architecture(LlamaConfig, LlamaForCausalLM, False)
@@ -116,11 +115,11 @@ def test_the_table_counts_and_gives_reasons() -> None:
 
 
 def test_the_command_prints_a_line_for_each_and_names_the_unknown() -> None:
-    done = CliRunner().invoke(cli.app, ["models", "--try", "--json", "olmo2"])
+    done = run("models", "--try", "--json", "olmo2")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[0])
     assert (found["family"], found["verdict"], found["way"]) == ("olmo2", "works", "length")
-    listed = CliRunner().invoke(cli.app, ["models", "qwen3_next"])
+    listed = run("models", "qwen3_next")
     assert listed.stdout.split() == ["qwen3_next", "Qwen3NextForCausalLM"]
     with pytest.raises(ValueError, match=r"^no_such: transformers has no such model .*\.$"):
         families.architectures(["no_such"])

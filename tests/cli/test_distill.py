@@ -6,25 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
 
-import slipstream.cli as _cli
-from slipstream.cli.app import INTERRUPTED, WRONG, app
+from slipstream.cli.app import INTERRUPTED, WRONG
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.training.distill import Distiller
+from terminal import run
 from toys import FAMILIES, tiny
 
-assert _cli
 FEW = ("--steps", "2", "--rows", "2", "--length", "16", "--write", "200", "--measure-every", "2", "--gamma", "2")
-
-
-def run(*arguments: str) -> Result:
-    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "100", "TERM": "xterm"}
-    result = CliRunner().invoke(app, list(arguments), env=clean)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture(scope="module")

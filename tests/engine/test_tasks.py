@@ -13,19 +13,18 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationMixin, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
 
 import slipstream
 from slipstream.bench.race import measure
 from slipstream.bench.records import QUICK
 from slipstream.check import check
-from slipstream.cli import app as cli
 from slipstream.drafters.same_rows import exit_drafter
 from slipstream.engine.load import Task, frame
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
 from slipstream.plan.planner import PlanSettings, make
 from slipstream.training.heads import HeadTrainer, TrainingSettings
+from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
 VOCAB = 257
@@ -55,10 +54,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         save(tmp_path_factory.mktemp("target"), "t5"),
         save(tmp_path_factory.mktemp("draft"), "t5", seed=1, num_layers=1),
     )
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["generate", *arguments])
 
 
 def by_transformers(folder: str, text: str, count: int) -> list[int]:
@@ -93,9 +88,9 @@ def test_an_encoder_in_another_type_is_part_of_the_target(pair: tuple[str, str],
 def test_the_command_line_takes_the_type_of_an_encoder(pair: tuple[str, str]) -> None:
     options = ["hello", "--target", pair[0], "--draft", pair[1], "--max-new-tokens", "12", "--json"]
     engine = slipstream.load(*pair, encoder_dtype="bfloat16")
-    found = run(*options, "--encoder-dtype", "bfloat16")
+    found = run("generate", *options, "--encoder-dtype", "bfloat16")
     assert json.loads(found.stdout)["tokens"] == list(engine.generate("hello", max_new_tokens=12)[0].tokens)
-    causal = run("hello", "--encoder-dtype", "bfloat16")
+    causal = run("generate", "hello", "--encoder-dtype", "bfloat16")
     assert causal.exit_code == 2 and "is no encoder-decoder" in causal.stderr
 
 
@@ -167,11 +162,13 @@ def test_the_command_line_reads_sources(pair: tuple[str, str], tmp_path: Path) -
     file = tmp_path / "sources.txt"
     file.write_text("hello\nx\n")
     common = ("--target", target, "--draft", draft, "--max-new-tokens", "8", "--dtype", "float32")
-    lines = run(*common, "--prompts", str(file), "--json", "--task", "translation_en_to_de").stdout.splitlines()
+    lines = run(
+        "generate", *common, "--prompts", str(file), "--json", "--task", "translation_en_to_de"
+    ).stdout.splitlines()
     engine = slipstream.load(target, draft, task="translation_en_to_de")
     want = engine.generate(["hello", "x"], max_new_tokens=8)
     assert [json.loads(line)["tokens"] for line in lines] == [list(one.tokens) for one in want]
-    shown = run(*common, "hello").stdout
+    shown = run("generate", *common, "hello").stdout
     assert shown == f"hello\n{slipstream.load(*pair).generate('hello', max_new_tokens=8)[0].text}\n"
 
 
@@ -183,7 +180,7 @@ def test_the_command_line_reads_sources(pair: tuple[str, str], tmp_path: Path) -
     ],
 )
 def test_unknown_tasks_name_the_known(pair: tuple[str, str], task: str, sentence: str) -> None:
-    result = run("--target", pair[0], "--task", task, "hello")
+    result = run("generate", "--target", pair[0], "--task", task, "hello")
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())
 
@@ -213,7 +210,7 @@ def test_what_is_for_causal_models_says_so(pair: tuple[str, str], tmp_path: Path
 
 
 def test_rounds_are_explained_with_the_source_before_them(pair: tuple[str, str]) -> None:
-    result = run("--target", pair[0], "--draft", pair[1], "--max-new-tokens", "6", "--explain", "hello")
+    result = run("generate", "--target", pair[0], "--draft", pair[1], "--max-new-tokens", "6", "--explain", "hello")
     assert result.exit_code == 0
     assert "hello\n" in result.stdout
 
