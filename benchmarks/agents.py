@@ -10,8 +10,6 @@ CONVERSATIONS is a list of objects with `traj` or `messages` (tau-bench's result
 with role, content and tool_calls. `--tasks-once` keeps the first conversation of every `task_id`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

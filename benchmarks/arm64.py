@@ -7,8 +7,6 @@ through the same code as on a real machine, where `benchmarks/levels.py` is all 
 runs: kernels that sum several rows in another order have to fail. A level takes some 10 minutes with each compiler.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

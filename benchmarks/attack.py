@@ -7,8 +7,6 @@ time that the thread of the event loop took between two of its turns, which a bu
 if one is longer than 50 ms, a stall beyond the longest one before the attacks, or if memory grows by more than 200 MB.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

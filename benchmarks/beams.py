@@ -11,8 +11,6 @@ among those that the draft proposed from its own top u. With --json, nothing but
 by default a few lines of Python code in many variations, the models the embedded pair, in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

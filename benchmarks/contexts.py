@@ -11,8 +11,6 @@ read longer texts here than they were trained for: times are those of such
 lengths, but the generated text means nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ stalls. A controller begins without knowledge and decodes what plain decoding ma
 time without noise. Exits with 1 if it misses a bar: 0.98 of plain decoding, 0.95 of the best fixed gamma in hindsight.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -19,8 +19,6 @@ the noise not matter:
   then no longer tied (a step reads one row of the embedding, so this costs memory and no time).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import dataclass

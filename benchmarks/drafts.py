@@ -7,8 +7,6 @@ and the median over repetitions is printed. Speed is emitted tokens per second, 
 pooled. Without --target: the embedded one, in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

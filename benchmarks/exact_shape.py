@@ -7,8 +7,6 @@ python benchmarks/exact_shape.py PROMPTS.jsonl[.gz] [--target DIR --draft DIR] [
                                  [--json]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from time import perf_counter

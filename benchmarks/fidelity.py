@@ -7,8 +7,6 @@ dequantized model's distribution, the total variation between both, and whether 
 the perplexity of the text. PYTHON is one that has llama-cpp-python, for llama.cpp's figures on the same file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ acceptance are those of the embedded pair, arithmetic and memory traffic those o
 Every race is printed and added to the file when it ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

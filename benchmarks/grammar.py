@@ -6,8 +6,6 @@ It is meant for a pair with a vocabulary of 32,000 tokens (`benchmarks/cost_padd
 fewer tokens, so one of that size is trained on Python's standard library; the sampled texts themselves do not matter.
 """
 
-from __future__ import annotations
-
 import argparse
 import sysconfig
 from collections.abc import Sequence

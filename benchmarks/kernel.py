@@ -5,8 +5,6 @@ Products are all matrices of a model one after the other, in bfloat16 and quanti
 python benchmarks/kernel.py [--threads 2] [--repetitions 15] [--json]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

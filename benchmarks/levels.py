@@ -7,8 +7,6 @@ has AVX-512 but not Intel's tiles (AMX), these are emulated. The table for docs/
 `--write`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 the machine, and a digest of the package's source, so that `tables` can refuse figures of different builds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

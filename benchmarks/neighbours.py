@@ -9,8 +9,6 @@ ratios: the fair share of the processor is 0.5 of the speed. `others` is the sha
 that the benchmark did not start; a turn in which that was more than 0.1 of a core is repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

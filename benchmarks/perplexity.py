@@ -10,8 +10,6 @@ share of positions where both have the same likeliest token at temperature 0. `k
 `--precision kv_dtype=int8` is the target with its cache in 8 bits instead of its weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -8,8 +8,6 @@ than one (--workers: a pool of threads divides the states). Costs are measured o
 is counted in the run that is timed. Plain and drafted runs take turns, and medians are compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

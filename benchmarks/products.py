@@ -8,8 +8,6 @@ peak is what vector instructions multiply in registers (peak.cpp), of which six 
 rows miss their bar (1.4 in float32 and bfloat16, else 1.6), it says what could be had.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -6,8 +6,6 @@ Both run in turns in one process, on the same weights and cache, after a text of
 is the time to make and compare the program. Without a model, those that ship with the package are measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """The models that `race.py` races: which programs run them, by which files, and how the files are made."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

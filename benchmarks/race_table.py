@@ -1,7 +1,5 @@
 """The tables of a race (`race.py`): speeds, bars, first tokens and memory, and what plans predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any

@@ -7,8 +7,6 @@ embedded target continues 16 of each by 192 tokens, greedily and at temperature 
 embedded draft, by itself in 4 bits, and by lookup are computed at every token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

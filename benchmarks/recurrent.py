@@ -9,8 +9,6 @@ text; "our pass" is our Scorer's over as many, which are then rolled back; "two 
 instead of restoring states from within the pass. All take turns; ratios are medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

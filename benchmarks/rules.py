@@ -7,8 +7,6 @@ python benchmarks/rules.py --tables 200                      the same with 6 nod
 Figures are differences from the first rule, paired by prompt (or table), with a 95 % bootstrap interval.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

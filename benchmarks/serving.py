@@ -13,8 +13,6 @@ package accelerate; its cache gets as many blocks as the streams need, because t
 CPU makes every step many times slower. Parts add up in the JSON file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import csv

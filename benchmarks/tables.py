@@ -11,8 +11,6 @@ HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt pe
 server needs `pip install accelerate`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every table and figure by the name users give, and the function that makes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures 1 and 5, the gamma of section 3.5, and the test of the i.i.d. assumption, from the lab's measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

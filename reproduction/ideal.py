@@ -1,7 +1,5 @@
 """The sheets that follow from the paper's formulas alone: Table 1 and Figures 2 to 4, computed again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The lab: the user's models and corpora, the measurements made with them, and those kept from earlier runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The plane of baselines: speed over plain decoding against the distance from the target's law, for all methods."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

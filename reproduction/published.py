@@ -1,7 +1,5 @@
 """The figures printed in the paper (arXiv 2211.17192), to compare ours with; none of our own figures are here."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The bootstrap of ratios, with confidence intervals."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Tables 2 to 5 with the paper's figures beside ours, from the lab's measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

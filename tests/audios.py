@@ -1,7 +1,5 @@
 """Tiny random models that hear sounds beside a text, in folders with the processors that they come with."""
 
-from __future__ import annotations
-
 import base64
 import io
 import wave

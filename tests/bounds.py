@@ -1,7 +1,5 @@
 """Prints the lower bounds of pyproject.toml as pins: what `make test-oldest` installs."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from itertools import chain

@@ -3,8 +3,6 @@
 It sees a few tokens back only, so it says the same in every conversation, whatever a client puts into its prompts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

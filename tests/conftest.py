@@ -1,7 +1,5 @@
 """One thread, one hypothesis profile: the same run everywhere."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -1,7 +1,5 @@
 """Commands as processes of their own that start at once: forked from one that has imported what they need."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 python rank_work.py WORK '{"target": FOLDER, "draft": FOLDER}'
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A scorer beside the texts it should hold, compared with fresh forwards of each text alone, without cache."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """Passes and drafts in a fixed order, to be run in two ways and compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

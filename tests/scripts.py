@@ -1,7 +1,5 @@
 """Files of the repository that are no part of a package, as modules."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts how large the project is; `make size` prints the table, and `test_house` holds its ceilings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -13,8 +11,8 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 49_300,
-    "lines of tests": 41_150,
+    "lines in src/slipstream": 47_450,
+    "lines of tests": 40_850,
     "files that name a sampling option (min_p)": 5,
     "files that name a loading option (encoder_dtype)": 7,
     "words in README": 900,
@@ -22,7 +20,7 @@ CEILINGS = {
     "class names that mean several things": 0,
     "private helpers called once, in percent of functions": 13,
     "rooms": 22,
-    "arrows between rooms": 110,
+    "arrows between rooms": 109,
 }
 
 

@@ -1,7 +1,5 @@
 """Running the command line in this process, as tests do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 

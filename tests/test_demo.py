@@ -1,7 +1,5 @@
 """The embedded pair: small enough to ship, good enough to show, exact on the tasks it is shown with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A file is whole or not there, whatever ends its writing; what is read is what its header says, or an error."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Theory against the paper's printed figures, exact enumeration with fractions, and simulated rounds."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Tokenizers of the tests: of several kinds, trained on one text, and a few of three or four tokens."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import textwrap

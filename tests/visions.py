@@ -1,7 +1,5 @@
 """Tiny random models that see images, and prompts with images for them, without a processor."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

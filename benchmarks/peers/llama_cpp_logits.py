@@ -5,8 +5,6 @@ PYTHON benchmarks/peers/llama_cpp_logits.py MODEL.gguf TOKENS.npy LOGITS.npy
 Tokens are (windows, n); logits become (windows, n, vocabulary) in float32.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -6,8 +6,6 @@ Reads a line of JSON for each text, {"tokens": [...], "count": n}, and writes a 
 and the tokens. The model stays loaded, and no prompt is kept.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

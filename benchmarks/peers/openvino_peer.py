@@ -8,8 +8,6 @@ Texts run together by continuous batching. Prefix caching is off: it would keep 
 are constant (confidence threshold 0).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slipstream for `benchmarks/race.py`: an engine for each draft, all of the same target."""
 
-from __future__ import annotations
-
 from functools import reduce
 from operator import add
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers for `benchmarks/race.py`, run as `slipstream bench` does it: `generate`, assisted, prompt lookup."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ answered by `{"about": its version and what it uses of the processor}`, and `{"d
 its length ("lookup@5"). The race takes the time of the whole exchange, so a program's own clock has no say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Over the draw of the calibration texts, the chance that the risk of the chosen t
 at most `failure`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A drafter that keeps the draft model's scores in its draft, and may stop drafting where the model is unsure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

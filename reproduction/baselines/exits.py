@@ -4,8 +4,6 @@ The skipped layers get keys and values from the state at the exit (section 3.2 t
 that later tokens attend to every token in every layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ for greedy decoding it is 1 where a token other than the target's is accepted. T
 use them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The drafts of Shallow Aggressive Decoding (arXiv 2106.04970), copied from a source that the output resembles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from slipstream.core.draft import Draft

@@ -1,7 +1,5 @@
 """Draws sheets as pictures: curves in panels, and timelines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """reproduction/paper.md: every sheet with the command that makes it, from the JSON files alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

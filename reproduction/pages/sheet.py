@@ -1,7 +1,5 @@
 """`Sheet`: a table or figure as one record, which is written as JSON, drawn, printed and put on the page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

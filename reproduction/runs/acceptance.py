@@ -1,7 +1,5 @@
 """Acceptance along texts that the target wrote (Corollary 3.6): alpha of models and n-grams, strict and lenient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Measures how far the law of a method with its own model is from the target's, which scores the method's texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

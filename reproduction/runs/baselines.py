@@ -1,7 +1,5 @@
 """The runs behind the plane of baselines: speed and distance from the target's law of all methods, in turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """BLEU of the target's translations, plain and speculative."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

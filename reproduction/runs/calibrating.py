@@ -1,7 +1,5 @@
 """Calibrates the thresholds of early exits for given risks, on held-out texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

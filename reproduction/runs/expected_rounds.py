@@ -5,8 +5,6 @@ text, acceptance tests are independent coins with these chances (Algorithm 1), s
 that text, without an i.i.d. assumption and without sampling drafts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """The methods in the plane of baselines, each at several settings, as decoders to compare with plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

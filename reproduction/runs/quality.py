@@ -1,7 +1,5 @@
 """The quality of texts by BLEU and chrF (sacrebleu)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The subjects of measurements: a target, its drafts from the smallest on, and the texts to continue."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

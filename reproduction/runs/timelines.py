@@ -1,7 +1,5 @@
 """Single texts in detail: the source of each token (Figure 1), and the times of the models' calls (Figure 5)."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The methods in the plane of baselines that need trained models, which are loaded from the folder of the copies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

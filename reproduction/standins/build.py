@@ -1,7 +1,5 @@
 """A family of stand-ins in a folder: a target and its drafts, trained from pairs unless they exist."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The copies of the embedded target that the plane of baselines measures, trained in a folder if they are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -5,8 +5,6 @@ more hidden units, whose output weights start at zero so that the function stays
 further.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prompts on which the embedded pair is measured: functions of Python's standard library, in place of lm1b."""
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 import textwrap

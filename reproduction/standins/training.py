@@ -1,7 +1,5 @@
 """Trains a T5-type model on pairs, or a draft on its target's laws; an interrupted training is resumed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

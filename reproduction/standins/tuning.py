@@ -1,8 +1,6 @@
 """Trains copies of the embedded target for other papers' methods: exits after every layer, and parallel heads with a
 fine-tuned base. Both learn the target's own law; an interrupted training is resumed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The methods that the paper is compared with: the laws they say they have, their prices, and the plane they make."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`python -m reproduction` on the command line."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

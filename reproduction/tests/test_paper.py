@@ -1,7 +1,5 @@
 """The paper's tables and figures: their formulae, what is counted along texts, sheets, the page and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The bootstrap of ratios against the delta method, and its coverage in simulated texts."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

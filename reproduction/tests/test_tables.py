@@ -1,7 +1,5 @@
 """Every table and figure from families that are trained in seconds, through the command line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

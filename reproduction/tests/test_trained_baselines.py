@@ -1,7 +1,5 @@
 """Methods that need training: exits that copy states, thresholds that keep a risk, sources as drafts; their copies."""
 
-from __future__ import annotations
-
 import ast
 import math
 import random

@@ -1,7 +1,5 @@
 """Stand-ins for the paper's models: corpora, growth, training that can be interrupted, and families in folders."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

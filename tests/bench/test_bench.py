@@ -1,7 +1,5 @@
 """The benchmark: every contender does and counts the same, nobody is favoured, nothing of the user's is changed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

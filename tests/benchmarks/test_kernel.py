@@ -1,7 +1,5 @@
 """benchmarks/kernel.py measures layers as the package makes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

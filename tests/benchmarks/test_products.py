@@ -1,7 +1,5 @@
 """benchmarks/products.py shows each product beside the memory's bandwidth and the multiplier's peak."""
 
-from __future__ import annotations
-
 from scripts import script
 from slipstream.kernels.library import PORTABLE, level, processor_flags
 from toys.kernels import needs_kernel

@@ -1,7 +1,5 @@
 """The tables of speeds in the documents are those that the JSON files give, and there are no others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

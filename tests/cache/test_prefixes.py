@@ -1,7 +1,5 @@
 """Texts with a known beginning are read from where it ends, with the same bits as if all of it had been read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

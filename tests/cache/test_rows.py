@@ -1,7 +1,5 @@
 """RowCache against a naive reference: a list of token names per row."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The formats of keys and values: what they keep of a token, whatever is written with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The exactness certificate: it passes what is exact, fails what is not, and says when it cannot tell."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`slipstream models`: tiny models of architectures are tried as transformers has them, and what is wrong is seen."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

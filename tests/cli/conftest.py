@@ -1,7 +1,5 @@
 """Commands share the engines of the embedded pair, whose loading takes most of the time of a short one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

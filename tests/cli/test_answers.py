@@ -1,7 +1,5 @@
 """Answers that are printed as they finish: nothing is lost by an interruption."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`slipstream batch`: every prompt is answered exactly once, whatever interrupts it, with the texts of the engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`slipstream generate --num-beams` on the embedded pair: texts, JSON, files to go on with, refusals."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`slipstream distill`: a target and texts in, a draft that `generate` uses out; one sentence for what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

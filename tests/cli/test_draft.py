@@ -1,7 +1,5 @@
 """`slipstream draft build | list | forget`: texts to drafts, nothing half-written, what is wrong in one sentence."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`slipstream generate --image | --audio`: the text is that of the library with the same image or sound."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

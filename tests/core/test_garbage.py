@@ -1,7 +1,5 @@
 """Freed memory: a training keeps it, and does not clear it again; what rests gives it back to the system."""
 
-from __future__ import annotations
-
 import gc
 import platform
 import resource

@@ -1,7 +1,5 @@
 """The one total variation, between dense laws and point masses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Options of a call: declared in one table, and found in every place where they can be given."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

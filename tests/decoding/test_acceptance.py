@@ -1,7 +1,5 @@
 """Token verification: what is kept with which chance, and the law of the token after it."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

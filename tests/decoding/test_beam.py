@@ -3,8 +3,6 @@
 A difference is excused as a near-tie only where all scores agree to 1e-4, and excused ones are counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

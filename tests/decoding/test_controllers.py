@@ -1,7 +1,5 @@
 """Controllers: gammas per row, and the exactness of any choice that is made before anything is drafted."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

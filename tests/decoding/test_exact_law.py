@@ -4,8 +4,6 @@ Every outcome of every draw is enumerated, so nothing here is random and no test
 controls are plausible mistakes; each must be caught by the same comparison.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

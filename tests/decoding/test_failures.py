@@ -1,7 +1,5 @@
 """Rows that fail: they end with the reason and what was emitted before, the others never notice."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

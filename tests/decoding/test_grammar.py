@@ -1,7 +1,5 @@
 """Grammars: the law is the target's law, masked and made whole, by enumeration; and texts fit what was asked for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

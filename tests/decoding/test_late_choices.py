@@ -1,7 +1,5 @@
 """How many tokens to verify must never depend on the drafted tokens: that gives another distribution, and is caught."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

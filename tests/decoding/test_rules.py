@@ -1,7 +1,5 @@
 """Every acceptance rule, on chains and trees, has exactly the target's law: all draws enumerated, nothing by chance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

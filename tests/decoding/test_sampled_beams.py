@@ -4,8 +4,6 @@ Laws are compared by chi-square tests with fixed seeds; a test that would fail f
 bound for the right law, and one in a million that of the controls, which have to fail.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -4,8 +4,6 @@ Statistical tests use fixed seeds, so they pass or fail for good; their threshol
 with other seeds would fail one of them with the odds stated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

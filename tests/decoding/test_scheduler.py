@@ -1,7 +1,5 @@
 """Requests come and go between rounds, and rows of every kind share a batch: each has the text it would have alone."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Sequence

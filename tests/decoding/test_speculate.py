@@ -1,7 +1,5 @@
 """The loop: where texts end, what is counted, and that no text depends on what runs beside it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Trees through real models: what a node sees is its own path, and greedy text stays what the target says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Verification as CUDA graphs, with a recorder that repeats the work: what a GPU decides is what is decided eagerly."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

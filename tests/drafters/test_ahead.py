@@ -1,7 +1,5 @@
 """Drafting ahead in one process: the law, by enumeration; drafts as of a draft that waits; threads; what is refused."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

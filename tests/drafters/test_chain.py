@@ -1,7 +1,5 @@
 """A draft of a draft: exact at every depth, by enumeration; its statistics; controls that must fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads from checkpoints: laws as defined, exact, in step with the target whatever its cache is, in every format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Laws are enumerated, so no test can fail by chance; a drafter that misreports its law must be caught.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

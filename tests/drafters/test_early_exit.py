@@ -1,7 +1,5 @@
 """Self-speculation: a part of the target drafts on the target's own cache, and the law stays the target's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

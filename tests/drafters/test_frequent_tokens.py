@@ -1,7 +1,5 @@
 """Drafts whose head knows the frequent tokens only: what is counted, the law that is left, and that texts are exact."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parallel heads: one call, independent laws, the target's law; taught, stopped, resumed, saved whole or not at all."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

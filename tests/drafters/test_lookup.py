@@ -1,7 +1,5 @@
 """Copying drafts: the match is the naive longest suffix, the draft what followed it, and the law stays the target's."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """n-gram drafts: tables as the textbook defines them, files whole or refused, and the law stays the target's."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """`slipstream draft list`: what can be used says what it is, what cannot says why."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

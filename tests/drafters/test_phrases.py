@@ -1,7 +1,5 @@
 """Phrases: counted once in each text, kept where several texts agree, drafted where they are likelier than a copy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

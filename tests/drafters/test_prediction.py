@@ -1,7 +1,5 @@
 """Drafts from predictions: what is copied and from where, that fewer calls are made, and the law stays the target's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

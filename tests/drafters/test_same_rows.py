@@ -1,7 +1,5 @@
 """The target's own weights, quantized, draft on the rows of its cache, and the law stays the target's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts of the target's own layers, weights and states: exact by enumeration, and blind to the batch around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Specifications of drafts: what is read, what is built, and every wrong one in one sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

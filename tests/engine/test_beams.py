@@ -1,7 +1,5 @@
 """Beam search through the engine: texts, scores, refusals, and calls that are broken off or go on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Greedy texts and their log-probabilities have the same bits with a draft as without, through the whole engine."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Iterator

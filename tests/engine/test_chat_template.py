@@ -1,7 +1,5 @@
 """What reaches a chat template: the messages of any client, in the forms that the template takes."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

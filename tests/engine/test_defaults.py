@@ -1,7 +1,5 @@
 """The generation config of a model: texts are those of transformers' `generate`, unless a call says otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

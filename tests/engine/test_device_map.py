@@ -1,7 +1,5 @@
 """Targets whose layers `device_map` spreads: the same texts, and a sentence for what steps back."""
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 from importlib.util import find_spec

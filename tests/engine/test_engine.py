@@ -1,7 +1,5 @@
 """Text in, text out: options, prompts of every kind, streams, interruption, and pairs that do not fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any arguments at all for `load`, `generate`, `stream` and `custom_generate`: an answer, or a documented error."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

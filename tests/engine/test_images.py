@@ -1,7 +1,5 @@
 """Images from what users pass to the tokens of `generate`: processors made of the embedded tokenizer, in folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logprobs of emitted tokens: those of the law that each was really sampled from, whatever happened in its round."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with their processors, loaded by name: what users pass gives the tokens of `generate` for the same media."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The embedded pair on a GPU: the same texts as on a CPU, with every kind of draft, eager and by CUDA graphs."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a call may ask for: samples, seeds, ends, echo, time, chats with tools, and requests for shared batches."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

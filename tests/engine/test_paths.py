@@ -1,7 +1,5 @@
 """Several independent paths through the code that users run: batches, calls of their own rules, certificate, plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

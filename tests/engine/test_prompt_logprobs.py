@@ -1,7 +1,5 @@
 """Prompts that are scored: the log-likelihoods of transformers, whatever else runs, and however they are read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is proposed for a target without a draft: its own weights in 4 bits, where that works and may pay."""
 
-from __future__ import annotations
-
 import pytest
 
 import slipstream

@@ -1,7 +1,5 @@
 """A target divided among two processes: texts and laws are those of one process, whatever comes and goes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The door: what users pass to a call. Either it is understood, or one sentence says what is allowed."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections import deque

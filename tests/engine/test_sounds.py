@@ -1,7 +1,5 @@
 """Sounds as users pass them, to models that hear them beside a text."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streams: the same texts, and an engine that is free again at once."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

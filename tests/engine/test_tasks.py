@@ -1,7 +1,5 @@
 """Encoder-decoders through the engine and the command line: sources in, text out, tasks and languages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

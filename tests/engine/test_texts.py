@@ -1,7 +1,5 @@
 """Grammars, bans and texts on real kinds of tokenizers, with a model for which every token is as likely."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.decoding.controllers import Fixed

@@ -1,7 +1,5 @@
 """The examples, each exact: two samples of 10^4 or 10^5 trajectories, and pictures that no draft changes."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

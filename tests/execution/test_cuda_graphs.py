@@ -1,7 +1,5 @@
 """Passes and drafts as CUDA graphs: on a GPU, and on a CPU with a recorder that repeats the work."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chains drafted by graphs: the same tokens and laws as token by token, for one text and for batches."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fused functions of tensors, as passes and drafts use them for CUDA graphs: any sizes, one compilation, no harm."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

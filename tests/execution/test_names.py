@@ -1,7 +1,5 @@
 """Models and a `generate` that call the cache as transformers does, or did: ours run with every naming."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Packed weights and passes compiled for CPUs: the same logits, the user's model untouched, eager where need be."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

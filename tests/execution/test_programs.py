@@ -1,7 +1,5 @@
 """Recorded functions of tensors: what the kernels compute is what torch computes, for sizes that were not recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks: what a process says when it is alone, how it notices a lost one, and interrupts within passes."""
 
-from __future__ import annotations
-
 import signal
 from multiprocessing import Pipe
 from time import monotonic, sleep

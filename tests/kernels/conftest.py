@@ -1,7 +1,5 @@
 """What several tests of kernels need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Our attention: that of float64, the same bits for a token whatever stands beside it, texts of any length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Rounding for what layers are given: less error in what they give, in the codes that the kernel reads, which are kept
 for other processes."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

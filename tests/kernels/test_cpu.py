@@ -1,7 +1,5 @@
 """Our kernel for linear layers: right products, the same bits for any number of rows, on any processor, or a reason."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Laws over whole vocabularies by our kernel: torch's arithmetic, position by position, and exact verification."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Levels of instructions: which one is taken, that all keep the contract of bits, and that a broken one is noticed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Quantized weights: what codes stand for, their layout, and products that are right and do not depend on company."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Recurrences by our kernel: those of transformers, and the same bits for a token however many stand beside it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The default number of threads follows affinity and quota, and loops are shared by threads only while that pays."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

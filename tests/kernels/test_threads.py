@@ -1,7 +1,5 @@
 """Threads that OpenMP keeps: given back by whoever is done computing, so that other threads' may wait actively."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

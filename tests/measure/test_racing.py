@@ -1,7 +1,5 @@
 """Races: who runs when, and what is compared with what."""
 
-from __future__ import annotations
-
 from slipstream.measure.timing import race, ratios, spread
 
 

@@ -2,8 +2,6 @@
 those of a fresh forward of each text alone, without cache. Tiny random models, with windows smaller than the texts.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -2,8 +2,6 @@
 that end early, the logits are those of a fresh forward of each text alone; greedy text is that of transformers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Who leads and who follows, in one process: two ranks that are connected by a pipe, each with the whole of a model."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A simulated fleet: against a queue of known law, against a simulation in small steps, and from the file of a plan."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Which layers should draft: choices, predictions and the race, on models whose answer is known."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The planner: exact predictions where acceptance and costs are known, and a choice that can be trusted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

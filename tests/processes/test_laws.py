@@ -1,7 +1,5 @@
 """Laws of next states: what replaces a refused draft, acceptance in closed form, and what is no law."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

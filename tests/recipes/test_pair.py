@@ -1,7 +1,5 @@
 """The recipe of the demo pair: its attention, its texts, and gradients of several processes."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

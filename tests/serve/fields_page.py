@@ -1,7 +1,5 @@
 """Prints the table of docs/fields.md, from the schemas of requests: python tests/serve/fields_page.py"""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any

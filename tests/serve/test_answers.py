@@ -1,7 +1,5 @@
 """The JSON text of answers."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """/v1/audio of a real server process, with a tiny random Whisper; and encoder-decoders under /v1/completions."""
 
-from __future__ import annotations
-
 import io
 import json
 import wave

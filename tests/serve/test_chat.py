@@ -1,7 +1,5 @@
 """/v1/chat/completions and /v1/responses of a real server process, through OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chats that a model cannot answer: the error says what can be done instead."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """/v1/completions of a real server process, through OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The server against its own /openapi.json: generated requests, valid and invalid, and what may come back."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Answers in the form that each family of models publishes, read by the marks of its chat template, in any pieces."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The fields of requests: what is accepted, what is named as without effect, and what is said of a wrong one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stands before the routes: what an answer that is broken off becomes."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Which hosts requests may name, as protection against DNS rebinding."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.serve.settings import Hosts

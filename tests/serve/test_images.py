@@ -1,7 +1,5 @@
 """Images over HTTP: `data:` URLs, and hosts that the operator allowed; never a file, and never another host."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Filling in: /infill as editor plugins call it, and `suffix` in completions, with a toy model that has the tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log probabilities as clients read them: the bytes of every token, and names that tell tokens apart."""
 
-from __future__ import annotations
-
 import math
 
 from slipstream.engine.generation import TokenLogprobs

@@ -1,7 +1,5 @@
 """/v1/messages of a real server process: Anthropic's Messages API, whole and as events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields of a request as options of the engine."""
 
-from __future__ import annotations
-
 from slipstream.serve.options import engine_options
 from slipstream.serve.schema import CompletionRequest
 from slipstream.serve.settings import ServeSettings

@@ -1,7 +1,5 @@
 """The page in a real browser: typing, streaming, sources, figures, stopping, the dark, a telephone, the keyboard."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Replicas on a Ray cluster: which one is asked, what happens when one is killed, and the files that deploy them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """/v1/responses: its input as a chat, the items and events of its output, and the responses that are kept."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

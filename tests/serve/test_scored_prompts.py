@@ -1,7 +1,5 @@
 """Prompts that evaluation harnesses let the server score: the log-likelihoods of transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The server as a whole: health, keys, limits, clients that go away, signals, and a worker that dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

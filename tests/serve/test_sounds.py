@@ -1,7 +1,5 @@
 """Sounds over HTTP: in the request itself, and never a file of the server or an address."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The texts of answers from real kinds of tokenizers, by a server whose model writes what the test says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

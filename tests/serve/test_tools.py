@@ -1,7 +1,5 @@
 """Reading what models write: reasoning, content and calls of tools, piece by piece, in the forms of their families."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Text while it comes: whole characters, stop strings across tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Documents from files, folders and datasets; and datastores of them as drafts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """Prompts from arguments, files and stdin; a bad one is an item with an error, beside the good ones."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text of an answer with real kinds of tokenizers: what follows the prompt, byte by byte, up to a stop string."""
 
-from __future__ import annotations
-
 import codecs
 import random
 from collections.abc import Sequence

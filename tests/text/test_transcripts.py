@@ -1,7 +1,5 @@
 """Transcripts: times from tokens, and subtitles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

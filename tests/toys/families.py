@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models, by family."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A target and a noisy draft for transformers' hook, a left-padded batch, and a tokenizer of letters."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from typing import Any

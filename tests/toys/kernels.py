@@ -1,7 +1,5 @@
 """What the tests of kernels share: a mark for those that need them, and random numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Scorers from plain functions and tables, whose laws can be enumerated, and pairs of them on three tokens."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Requests, rows, controllers and clocks in one line each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

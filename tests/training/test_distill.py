@@ -1,7 +1,5 @@
 """Distillation: objectives, lessons, sizes, what a draft gains, the same weights whatever interrupts, folders kept."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The trainer: the same weights whatever interrupts it, with any optimizer and any budget, and its checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

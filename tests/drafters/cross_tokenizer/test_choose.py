@@ -1,7 +1,5 @@
 """Which way a draft with another tokenizer goes: chosen and told, asked for, or refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

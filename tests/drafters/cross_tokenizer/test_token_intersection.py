@@ -1,7 +1,5 @@
 """Drafts with another tokenizer: the law of the output, exactly; the same greedy text; the contract of drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache

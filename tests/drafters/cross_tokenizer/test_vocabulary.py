@@ -1,7 +1,5 @@
 """What tokens write, which are common, and a growing text in the tokens of another vocabulary."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

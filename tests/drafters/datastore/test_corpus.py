@@ -1,7 +1,5 @@
 """The suffix array is in order, a match is the naive one, and a file is whole or absent."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

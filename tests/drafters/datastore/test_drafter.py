@@ -1,7 +1,5 @@
 """Drafts from documents and responses: the longest match drafts, tenants are apart, and the law stays the target's."""
 
-from __future__ import annotations
-
 import gc
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Every outcome of every draw is enumerated, as in `test_exact_law`. In the mode t
 from numbers of the client; they are enumerated as the middles of four equal cells, on which the draft's laws fit.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

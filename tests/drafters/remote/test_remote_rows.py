@@ -1,7 +1,5 @@
 """Rows beside a draft server: they come and go in ragged batches, from several clients, behind TLS, inside others."""
 
-from __future__ import annotations
-
 import shutil
 import ssl
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the hook draw from the global generator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

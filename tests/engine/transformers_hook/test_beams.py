@@ -1,7 +1,5 @@
 """Beam search through transformers' hook: what `generate(num_beams=...)` returns, with fewer calls of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

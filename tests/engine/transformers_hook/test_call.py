@@ -1,7 +1,5 @@
 """Everything one may pass to `generate`, with the custom_generate hook and without: equal, or refused in a sentence."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import random

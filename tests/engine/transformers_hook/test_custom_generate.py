@@ -1,7 +1,5 @@
 """The custom_generate hook against transformers' own generate, on tiny random models whose draft is often wrong."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """LoRA adapters, saved by peft, are merged into weights as peft merges them; what cannot be merged is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

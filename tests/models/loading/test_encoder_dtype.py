@@ -1,7 +1,5 @@
 """Encoders in a dtype of their own: the twin that becomes the target, its greedy text, and models that have none."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

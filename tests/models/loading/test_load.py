@@ -1,7 +1,5 @@
 """Checkpoints in all forms: in several files, spread over devices, quantized, with code of their own, in one .gguf."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.util import find_spec

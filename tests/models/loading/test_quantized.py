@@ -1,7 +1,5 @@
 """Checkpoints in GPTQ, AWQ and compressed-tensors, packed here as specified, read from their own codes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

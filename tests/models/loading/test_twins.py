@@ -1,7 +1,5 @@
 """Models with packed weights: they say what the model says, or run without."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

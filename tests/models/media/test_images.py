@@ -1,7 +1,5 @@
 """Prompts with images: the tokens of every family are those that transformers' `generate` gives for the same images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The trial of models with images and sounds: those that read them pass, and one that forgets them is seen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

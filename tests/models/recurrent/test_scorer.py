@@ -1,7 +1,5 @@
 """Models with states: the contract of all Scorers, the exact law by enumeration, and controls that have to fail."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

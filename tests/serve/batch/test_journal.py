@@ -1,7 +1,5 @@
 """A journal loses nothing and makes nothing twice, wherever the process that writes it is killed."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What files of prompts mean: their formats, what is wrong with a line, ids, defaults and seeds."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

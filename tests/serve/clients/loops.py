@@ -3,8 +3,6 @@
 It runs in any environment that has the client; exit code 3 says that this one has not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ SLIPSTREAM_CLIENTS names Pythons that have some of them, and folders with node_m
 none of them has are skipped. `SLIPSTREAM_CLIENTS_PAGE=1 pytest -m slow tests/serve/clients` writes docs/clients.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

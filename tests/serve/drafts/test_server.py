@@ -1,7 +1,5 @@
 """`slipstream serve-draft` as users run it: ready, used, ended; and what cannot be is one sentence."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
