@@ -285,10 +285,11 @@ def test_console_follows_the_environment(
     assert ("\x1b[" in out) is escapes and ("«b»" in out) is not escapes
 
 
-def test_progress_counts_tokens_and_ended_texts() -> None:
+def test_progress_counts_tokens_and_ended_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("slipstream.cli.console.console", lambda stderr: screen)
     play = Play.of("p")
-    with progress(screen, 2, 100) as on_round:
+    with progress(2, 100) as on_round:
         on_round(play.round("a", 1, "b"))
         play.row.finish_reason = "stop"
         on_round(play.round("a", 1, "b"))
@@ -296,9 +297,10 @@ def test_progress_counts_tokens_and_ended_texts() -> None:
     assert "1 of 2 prompts" in screen.file.getvalue() and "4 tokens" in screen.file.getvalue()
 
 
-def test_progress_is_silent_in_a_file() -> None:
+def test_progress_is_silent_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = plain_console()
-    with progress(screen, 1, 100) as on_round:
+    monkeypatch.setattr("slipstream.cli.console.console", lambda stderr: screen)
+    with progress(1, 100) as on_round:
         on_round(Play.of("p").round("a", 1, "b"))
     assert isinstance(screen.file, io.StringIO)
     assert screen.file.getvalue() == ""

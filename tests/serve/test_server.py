@@ -420,7 +420,7 @@ def test_ctrl_c_while_it_warms_up_ends_a_server_in_one_line() -> None:
     process = Command("serve", "--port", "0", first=partial(setattr, Engine, "warm_up", interrupt))
     *bars, line = process.stderr.read().splitlines()
     assert line == "slipstream: interrupted before the models were ready."
-    assert all("Loading weights" in bar for bar in bars if bar)
+    assert all("Loading weights" in bar for bar in bars if bar), bars
     assert process.wait(60) == 130
     process.stderr.close()
 
