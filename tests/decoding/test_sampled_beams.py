@@ -174,13 +174,13 @@ def difference(one: Counter[Text], other: Counter[Text]) -> float:
         for have, size in zip(pair, sizes, strict=True):
             want = size * sum(pair) / sum(sizes)
             statistic += (have - want) ** 2 / want if want else 0.0
-    assert len(cells) > 3
+    assert len(cells) > 2
     return tail(statistic, len(cells) - 1)
 
 
 @pytest.mark.parametrize("name", ["cuts", *rare("temperature")])
 def test_texts_have_the_law_of_transformers(name: str) -> None:
-    prompt, beams, shape = text(5, 3), Beams(2, do_sample=True), SHAPES[name]
+    prompt, beams, shape = text(1, 3), Beams(2, do_sample=True), SHAPES[name]
     expected = by_transformers(prompt, beams, 250, 2, **shape)
     assert difference(samples(prompt, beams, 250, 2, **shape), expected) > RIGHT
     hotter = samples(prompt, beams, 250, 2, temperature=2 * shape["temperature"])
