@@ -633,8 +633,8 @@ def test_public_names_checker_catches() -> None:
     assert face_faults(module) == []
 
 
-SERVER = ("fastapi", "starlette", "uvicorn", "httpx", "prometheus_client", "multipart")
-"""What the extra `serve` installs; pydantic comes with typer too."""
+SERVER = ("fastapi", "starlette", "uvicorn", "prometheus_client", "multipart")
+"""What the extra `serve` installs; pydantic comes with typer too, and httpx with some versions of huggingface_hub."""
 
 
 def test_the_core_needs_no_command_line_and_commands_need_no_package_of_an_extra() -> None:

@@ -106,7 +106,7 @@ def test_our_own_lines_need_nothing_of_the_server(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "own.partial").exists()
 
 
-@pytest.mark.parametrize("server", [True, False])
+@pytest.mark.parametrize("server", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_models_own_settings_come_before_the_defaults_of_lines(
     server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
 }
 FAST = {
     ("first layer", "token"),
-    *((name, "block") for name in MADE if name != "window" and name != "heads on states"),
+    *((name, "block") for name in MADE if name not in {"window", "heads", "heads on states"}),
 }
 no_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 

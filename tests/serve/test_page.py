@@ -139,7 +139,10 @@ def test_examples_are_asked_until_something_was(page: Page) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "said"),
-    [("24", "too short to tell|nothing was drafted"), ("96", r"\d+\.\d\d×|as fast|nothing was drafted")],
+    [
+        ("24", "too short to tell|nothing was drafted"),
+        pytest.param("96", r"\d+\.\d\d×|as fast|nothing was drafted", marks=pytest.mark.slow),
+    ],
 )
 def test_a_plain_rerun_gives_the_same_text_and_a_factor_above_noise(page: Page, tokens: str, said: str) -> None:
     page.set("max-tokens", tokens)
@@ -152,7 +155,7 @@ def test_a_plain_rerun_gives_the_same_text_and_a_factor_above_noise(page: Page, 
     assert {span.get_attribute("class") for span in latest.find_elements(By.TAG_NAME, "span")} == {"target"}
 
 
-@pytest.mark.parametrize("how", ["button", "Escape"])
+@pytest.mark.parametrize("how", [pytest.param("button", marks=pytest.mark.slow), "Escape"])
 def test_stop_ends_the_answer_here_and_in_the_server(page: Page, how: str) -> None:
     page.set("max-tokens", "1500")
     page.set("temperature", "1.5")

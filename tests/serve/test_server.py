@@ -417,7 +417,9 @@ def interrupt(*_: object) -> None:
 
 
 def test_ctrl_c_while_it_warms_up_ends_a_server_in_one_line() -> None:
-    process = Command("serve", "--port", "0", first=partial(setattr, Engine, "warm_up", interrupt))
+    process = Command(
+        "serve", "--port", "0", "--target", "embedded", first=partial(setattr, Engine, "warm_up", interrupt)
+    )
     *bars, line = process.stderr.read().splitlines()
     assert line == "slipstream: interrupted before the models were ready."
     assert all("Loading weights" in bar for bar in bars if bar), bars
