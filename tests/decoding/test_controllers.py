@@ -249,7 +249,8 @@ def test_where_drafting_never_pays_less_than_2_percent_are_lost(
     assert 0.98 <= plain <= 1
 
 
-@pytest.mark.parametrize(("alpha", "c", "rows"), [(*NEVER[0], 1), (*NEVER[1], 4)])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("alpha", "c"), NEVER)
 def test_control_with_a_large_budget_more_is_lost(alpha: float, c: float, rows: int) -> None:
     assert against_fixed(Adaptive(budget=0.2), texts([alpha], rows), machine(c, 0.05), rows)[0] < 0.98
 

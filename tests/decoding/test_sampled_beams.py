@@ -128,8 +128,8 @@ def test_control_another_law_is_seen() -> None:
 # ---- beside transformers --------------------------------------------------------------------------------------------
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 1.4},
-    "cuts": {"temperature": 2.2, "top_k": 6, "top_p": 0.95},
+    "temperature": {"temperature": 0.7},
+    "cuts": {"temperature": 1.3, "top_k": 6, "top_p": 0.9},
 }
 
 
@@ -142,7 +142,7 @@ def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int,
     torch.manual_seed(1)
     ids = torch.tensor([prompt] * count)
     out = GenerationMixin.generate(
-        embedded("draft"),
+        embedded("target"),
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         num_beams=beams.num_beams,
@@ -158,7 +158,7 @@ def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int,
 def samples(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape: Any) -> Counter[Text]:
     ends = frozenset({0})
     request = Request(tuple(prompt), Sampling(eos=ends, **shape).for_beams(), limit, frozenset(), beams=beams)
-    decoder = Decoder(CausalScorer(embedded("draft")), batch_size=100)
+    decoder = Decoder(CausalScorer(embedded("target")), batch_size=100)
     searches = beam_search(decoder, [replace(request, seed=seed) for seed in range(count)])
     return Counter(search.hypotheses()[0].tokens for search in searches)
 
@@ -174,13 +174,13 @@ def difference(one: Counter[Text], other: Counter[Text]) -> float:
         for have, size in zip(pair, sizes, strict=True):
             want = size * sum(pair) / sum(sizes)
             statistic += (have - want) ** 2 / want if want else 0.0
-    assert len(cells) > 2
+    assert len(cells) > 3
     return tail(statistic, len(cells) - 1)
 
 
 @pytest.mark.parametrize("name", ["cuts", *rare("temperature")])
 def test_texts_have_the_law_of_transformers(name: str) -> None:
-    prompt, beams, shape = text(1, 3), Beams(2, do_sample=True), SHAPES[name]
+    prompt, beams, shape = text(5, 3), Beams(2, do_sample=True), SHAPES[name]
     expected = by_transformers(prompt, beams, 250, 2, **shape)
     assert difference(samples(prompt, beams, 250, 2, **shape), expected) > RIGHT
     hotter = samples(prompt, beams, 250, 2, temperature=2 * shape["temperature"])

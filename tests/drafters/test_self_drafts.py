@@ -25,7 +25,7 @@ from slipstream.models.loading.twins import quantized_part
 from toys.drafts import Altered, company_changes_nothing, flat, law_error
 from toys.enumeration import WRONG
 from toys.families import FAMILIES, HF_VOCAB, tiny
-from toys.texts import Cycle, ragged
+from toys.texts import Cycle, ragged, rare
 
 FLOAT = 2e-5  # the laws are softmaxes in float32
 
@@ -94,7 +94,7 @@ def test_the_law_is_the_target_s(name: str, rule: Rule) -> None:
     assert law_error(decoder(name, 3, (2,) if by_states else (2, 0, 1), rule), 4 if "heads" in name else 3) < FLOAT
 
 
-@kinds("first layer", "eagle3, two tokens")
+@pytest.mark.parametrize("name", ["first layer", "eagle3, two tokens", *rare("int4", "heads")])
 def test_control_a_law_that_was_not_sampled_from_is_caught(name: str) -> None:
     assert law_error(decoder(name, 3, (2,), TOKEN, flat)) > WRONG
 

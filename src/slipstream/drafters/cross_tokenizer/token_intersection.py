@@ -187,8 +187,9 @@ def foreign(
     """
     if method is not None and method not in METHODS:
         raise ValueError(f"vocabulary={method!r} is not possible: choose {' or '.join(METHODS)}.")
-    theirs, ours = map(Vocabulary.of, tokenizers)
-    reader = RetokenizingReader(draft, theirs, ours, CommonTokens.of(theirs, ours, (target.vocab, draft.vocab)))
+    target_vocabulary, draft_vocabulary = map(Vocabulary.of, tokenizers)
+    common = CommonTokens.of(target_vocabulary, draft_vocabulary, (target.vocab, draft.vocab))
+    reader = RetokenizingReader(draft, target_vocabulary, draft_vocabulary, common)
     part = share(reader)
     facts = (
         f"{draft.name} has another tokenizer than {target.name}; they have {len(reader.common.wanted)} tokens in "

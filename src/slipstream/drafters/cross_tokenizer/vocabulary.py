@@ -93,9 +93,9 @@ class CommonTokens:
         """Find the common tokens; `sizes` are those of target's and draft's logits. Raises ValueError for none."""
         names = {name: number for number, name in draft.special.items()}
         special = {number: names[name] for number, name in target.special.items() if name in names}
-        ours, theirs = target.role("eos"), draft.role("eos")
-        if ours is not None and theirs is not None and target.special.get(ours) not in names:
-            special[ours] = theirs  # both end a text
+        target_end, draft_end = target.role("eos"), draft.role("eos")
+        if target_end is not None and draft_end is not None and target.special.get(target_end) not in names:
+            special[target_end] = draft_end  # both end a text
         pairs = {number: draft.ids[piece] for piece, number in target.ids.items() if piece in draft.ids} | special
         good = sorted((t, d) for t, d in pairs.items() if t < sizes[0] and d < sizes[1])
         if not any(t not in special for t, _ in good):
