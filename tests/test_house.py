@@ -97,7 +97,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "typer": ("cli", "cli.*", "reproduction.cli"),
     "rich": ("cli", "cli.*", "engine.explain", "reproduction.runs.timelines"),
     "matplotlib": ("plan.plot", "bench.plot", "reproduction.pages.draw"),
-    "tokenizers": ("reproduction.standins.models",),
+    "tokenizers": ("models.loading.gguf_tokenizer", "reproduction.standins.models"),
     "sacrebleu": ("reproduction.runs.bleu", "reproduction.runs.quality"),
     "fastapi": ("serve.*",),
     "llguidance": ("decoding.grammar",),

@@ -22,8 +22,8 @@ from transformers import (
 import slipstream
 from slipstream.check import check
 from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear, inputs_as_they_are
-from slipstream.models.loading.gguf_config import tokenizer_of
 from slipstream.models.loading.gguf_file import GgufFile
+from slipstream.models.loading.gguf_tokenizer import tokenizer_of
 from slipstream.models.loading.load import find_tokenizer, load_model
 from toys.kernels import needs_kernel
 
@@ -89,6 +89,7 @@ def written(model: Any, file: Path, format: str, more: Any = lambda writer: None
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     more(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
@@ -271,7 +272,7 @@ def test_a_tied_head_and_the_embeddings_are_the_same_codes(family: str, tmp_path
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
-    config = Gemma3TextConfig(**sizes, **heads, initializer_range=0.2)
+    config = Gemma3TextConfig(**sizes, **heads, initializer_range=0.2, query_pre_attn_scalar=16)
     model: Any = plain(tied=True) if family == "llama" else Gemma3ForCausalLM(config)
     stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0", lambda writer: writer.add_key_length(16))
     loaded = load_model(tmp_path / "tiny.gguf", activations="float")
@@ -289,7 +290,6 @@ def test_rotations_of_llama_3_are_stretched(tmp_path: Path) -> None:
     factors = others.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
 
     def more(writer: Any, factors: Tensor = factors) -> None:
-        writer.add_rope_freq_base(10000.0)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
 
     stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0", more)
@@ -373,7 +373,7 @@ def test_an_unknown_family_is_refused_in_a_sentence(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"rwkv\.gguf.*it is of the family 'rwkv7', which transformers does not read"):
+    with pytest.raises(ValueError, match=r"rwkv\.gguf.*it is of the family 'rwkv7', which is not read from"):
         load_model(tmp_path / "rwkv.gguf")
 
 

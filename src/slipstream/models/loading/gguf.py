@@ -6,6 +6,7 @@ functions undo that. All other weights are dequantized.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
 
 from slipstream.kernels.cpu import kernel_missing, quantized_rows
 from slipstream.kernels.packing import Stretch, can_embed
 from slipstream.kernels.quantization import PANEL, QUAD, Precision, QuantizedPanels
 from slipstream.kernels.stored_codes import StoredLinear
-from slipstream.models.loading.gguf_config import OTHERS, generation_config_of
+from slipstream.models.loading.gguf_config import FAMILIES, GROUPED, OTHERS, generation_config_of
 from slipstream.models.loading.gguf_file import GgufFile, Stored
 from slipstream.models.loading.origin import Origin
 from slipstream.models.loading.quantized import INT8, PLACED_OTHERWISE, Loaded, Reading, assembled, compute_dtype
@@ -76,7 +77,23 @@ FORMATS = {  # the formats that are read from their own codes, by llama.cpp's nu
 }
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16, 28: torch.float64}
 Q8_K = 15
+BOTH = re.compile(r"layers\.(\d+)\..*(experts\.gate_up_proj|input_linear\.weight)$")
+"""The names of what has the gates of all experts, and then their inputs, which a file holds apart."""
+HALF = re.compile(r"ffn_(gate|up)_exps\.")
 KNOWN_UNUSED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")  # the configuration has what they say
+
+
+class Grouped(TensorProcessor):
+    """Puts the queries of the heads that share keys and values before these, in joined projections."""
+
+    def process(self, weights: np.ndarray, name: str, **more: Any) -> GGUFTensor:
+        if "attn_qkv" in name:
+            heads, groups = self.config["heads"], self.config["groups"]
+            width = len(weights) // (heads + 2 * groups)
+            cuts = (heads * width, (heads + groups) * width)
+            parts = [part.reshape(groups, -1, *weights.shape[1:]) for part in np.split(weights, cuts)]
+            weights = np.concatenate(parts, 1).reshape(weights.shape)
+        return GGUFTensor(weights, name, {})
 
 
 @dataclass
@@ -87,6 +104,7 @@ class GgufWeights:
     skeleton: Any  # the model without weights
     processor: Any
     names: dict[str, str]
+    shapes: dict[str, torch.Size]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     stored: dict[str, StoredLinear] = field(default_factory=dict)
     dequantized: set[str] = field(default_factory=set)  # formats of matrices that were dequantized
@@ -94,8 +112,13 @@ class GgufWeights:
 
     @staticmethod
     def of(file: GgufFile, skeleton: Any) -> GgufWeights:
-        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=skeleton.config.to_dict())
-        return GgufWeights(file, skeleton, processor, _names(file, skeleton, processor))
+        kinds = {**TENSOR_PROCESSORS, GROUPED: Grouped}
+        kind = kinds.get(FAMILIES[file.architecture].alike, TensorProcessor)
+        heads = file.value("attention.head_count")
+        groups = file.value("attention.head_count_kv", heads)
+        processor = kind(config={**skeleton.config.to_dict(), "heads": heads, "groups": groups})
+        shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+        return GgufWeights(file, skeleton, processor, _names(file, skeleton), shapes)
 
     def read(self, keep_codes: bool) -> None:
         """Read all tensors: as codes where they fit a linear layer or embeddings, otherwise dequantized."""
@@ -107,18 +130,23 @@ class GgufWeights:
             self.stored[layer] = StoredLinear(
                 Precision(form.bits, form.group), panels, (len(tensor.data), tensor.shape[1])
             )
+        halves = dict[str, dict[str, Tensor]]()
         for name, tensor in self.file.tensors.items():
-            if name not in kept:
-                weights = dequantized(tensor)
-                processed = self.processor.process(
-                    weights=weights.numpy(), name=tensor.name, **self._processor_arguments()
-                )
-                if processed.name in self.names:
-                    self.tensors[self.names[processed.name]] = torch.from_numpy(np.ascontiguousarray(processed.weights))
-                elif processed.name and not processed.name.startswith(KNOWN_UNUSED):
-                    self.unknown.append(tensor.name)
-                if len(tensor.shape) > 1 and tensor.format not in FLOATS:
-                    self.dequantized.add(format_name(tensor.format))
+            if name in kept:
+                continue
+            processed = self.processor.process(weights=dequantized(tensor).numpy(), name=name, **self._for_processor())
+            if place := self.names.get(processed.name or ""):
+                weights = torch.from_numpy(np.ascontiguousarray(processed.weights))
+                if half := HALF.search(name):
+                    halves.setdefault(place, {})[half[1]] = weights
+                else:
+                    self.tensors[place] = weights.view(self.shapes[place])
+            elif processed.name and not processed.name.startswith(KNOWN_UNUSED):
+                self.unknown.append(tensor.name)
+            if len(tensor.shape) > 1 and tensor.format not in FLOATS:
+                self.dequantized.add(format_name(tensor.format))
+        for place, both in halves.items():
+            self.tensors[place] = torch.cat([both["gate"], both["up"]], 1)
         self.file.forget_pages()
 
     def missing(self) -> set[str]:
@@ -142,38 +170,33 @@ class GgufWeights:
     def _order_of_rows(self, tensor: Stored) -> Tensor | None:
         """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
         rows = np.arange(tensor.shape[0], dtype=np.float64)[:, None]
-        processed = self.processor.process(weights=rows, name=tensor.name, **self._processor_arguments())
+        processed = self.processor.process(weights=rows, name=tensor.name, **self._for_processor())
         if processed.name != tensor.name or processed.weights.shape != rows.shape:
             return None
         order = torch.from_numpy(np.ascontiguousarray(processed.weights[:, 0])).long()
         return order if torch.equal(order.sort().values, torch.arange(len(rows))) else None
 
-    def _processor_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the processors of experts, which put their tensors among the others themselves."""
+    def _for_processor(self) -> dict[str, Any]:
+        """Return what processors ask for that put tensors among the others themselves."""
         return {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": self.tensors}}
 
 
-def _names(file: GgufFile, skeleton: Any, processor: Any) -> dict[str, str]:
+def _names(file: GgufFile, skeleton: Any) -> dict[str, str]:
     """Return transformers' names of a model's tensors by those of the file, with or without the name of its base."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    if file.architecture not in numbers:
-        raise NotImplementedError(file.architecture)
     known = get_tensor_name_map(numbers[file.architecture], skeleton.config.num_hidden_layers)
     found: dict[str, str] = {}
-    for cut in (0, 1):
-        some: dict[str, str] = {}
-        for full in skeleton.state_dict():
-            whole = processor.preprocess_name(full)
-            name = whole.split(".", cut)[-1]
-            stem, dot, part = name.rpartition(".")
-            stem, suffix = (stem, dot + part) if part in ("weight", "bias") else (name, "")
-            if in_file := known.get_name(stem):
-                some[in_file + suffix] = whole
-            else:
-                processor.perform_fallback_tensor_mapping(some, suffix, whole.removesuffix(name), name)
-        found = some | found
+    for whole in skeleton.state_dict():
+        stem, dot, part = whole.rpartition(".")
+        stem, suffix = (stem, dot + part) if part in ("weight", "bias") else (whole, "")
+        if experts := BOTH.search(whole):
+            found |= {f"blk.{experts[1]}.ffn_{half}_exps.weight": whole for half in ("gate", "up")}
+        names = (stem, stem.replace("block_sparse_moe.", "mlp.").replace("mlp.router", "mlp.gate"))
+        known_as = [known.get_name(each) or known.get_name(each.partition(".")[2]) for each in names]
+        if in_file := next(filter(None, known_as), None):
+            found[in_file + (suffix or (".weight" if stem.endswith("_proj") else ""))] = whole
     return found
 
 
@@ -218,27 +241,28 @@ def load_gguf(
 ) -> Loaded | None:
     """Load a .gguf file -> the model and a loading report, as `kind.from_pretrained` returns them.
 
-    None where transformers has to read it: the names of its architecture are not known, or it does not go to a CPU in
-    one piece.
+    Codes are kept on a CPU. None where transformers has to read it: one of `OTHERS`, or without our kernels, or with
+    options that place the parts of a model.
     """
     path = origin.gguf
-    if path is None or place.type != "cpu" or kernel_missing() or options.keys() & PLACED_OTHERWISE:
+    if path is None or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
     file, config = GgufFile.read(path), origin.config()
     if file.architecture in OTHERS:
         return None
     with torch.device("meta"):
         skeleton = kind.from_config(config)
-    try:
-        weights = GgufWeights.of(file, skeleton)
-    except NotImplementedError:
-        return None
-    weights.read(keep_codes=not reading.dequantize)
-    if weights.missing() or weights.unknown:
-        return None
+    weights, keep_codes = GgufWeights.of(file, skeleton), place.type == "cpu" and not reading.dequantize
+    weights.read(keep_codes)
+    if wrong := sorted({*weights.missing(), *weights.unknown}):
+        raise ValueError(
+            f"it differs from the models of its family ({file.architecture}) in {len(wrong)} tensors "
+            f"({', '.join(wrong[:3])}): take the model in safetensors"
+        )
     formats = {tensor.format for tensor in file.tensors.values() if len(tensor.shape) > 1}
     own = torch.bfloat16 if formats == {30} else torch.float32  # which holds the file's numbers
-    wanted = compute_dtype(config, own if dtype == "auto" else dtype)
+    wanted = own if isinstance(dtype, str) else dtype
+    wanted = compute_dtype(config, wanted) if place.type == "cpu" else wanted
     model, about = assembled(type(skeleton), config, weights.tensors, weights.stored, wanted, reading, options)
     model.config.name_or_path = str(path)
     model.generation_config = generation_config_of(file)

@@ -1,25 +1,89 @@
-"""What the metadata of a .gguf file say of a model: its configuration, its generation settings and its tokenizer."""
+"""What the metadata of a .gguf file say of a model: its configuration and its generation settings."""
 
 import math
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
-from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
-from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from slipstream.models.loading.gguf_file import GgufFile
 
-FAMILIES = {  # llama.cpp's families whose metadata are read here, by transformers' names
-    **{name: name for name in ("llama", "mistral", "qwen2", "qwen3", "falcon", "phi3", "bloom", "gpt2", "starcoder2")},
-    **{name: name for name in ("mamba", "nemotron", "gemma2", "stablelm", "deci")},
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "gemma3": "gemma3_text",
+
+class Family(NamedTuple):
+    """A family of llama.cpp: its `kind` in transformers, and the family whose rows and norms it stores `alike`."""
+
+    kind: str
+    alike: str = ""
+
+
+SAME = ("qwen2", "qwen3", "phi3", "starcoder2", "stablelm", "mistral", "olmo2", "olmoe", "cohere2", "glm4")
+GROUPED = "grouped"  # stores queries, keys and values one after another, where transformers groups them by heads
+ROTATED = ("llama", "granite", "granitemoe", "olmo", "arcee", "smollm3")  # interleave the halves of what they rotate
+FAMILIES = {  # the families that are read here
+    **{name: Family(name) for name in (*SAME, "ernie4_5", "seed_oss", "exaone4")},
+    **{name: Family(name, "llama") for name in ROTATED},
+    **{name: Family(name, name) for name in ("gpt2", "mamba", "nemotron", "gemma2")},
+    "gemma": Family("gemma", "gemma2"),
+    "gemma3": Family("gemma3_text", "gemma2"),
+    "qwen2moe": Family("qwen2_moe"),
+    "qwen3moe": Family("qwen3_moe"),
+    "command-r": Family("cohere"),
+    "chatglm": Family("glm"),
+    "falcon": Family("falcon", GROUPED),
+    "bloom": Family("bloom", GROUPED),
+    "gptneox": Family("gpt_neox", GROUPED),
+    "hunyuan-dense": Family("hunyuan_v1_dense"),
+    "phi2": Family("phi"),
 }
 OTHERS = {"t5", "t5encoder", "gpt-oss", "gpt_oss", "gemma4", "minimax-m2", *GGUF_CONFIG_ARCHS}
 """Families that are left to transformers."""
+
+SETTINGS = {  # what the metadata tell: llama.cpp's name, and those that the setting has in transformers' families
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size n_inner ffn_hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads num_kv_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_epsilon",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
+    "attention.sliding_window": "sliding_window",  # 0: none
+    "attention.scale": "attention_multiplier",
+    "attention.clamp_kqv": "clip_qkv",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling logit_scale",
+    "use_parallel_residual": "use_parallel_residual",
+    "expert_count": "num_local_experts num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.inner_size": "intermediate_size",
+    "ssm.state_size": "state_size",
+    "ssm.time_step_rank": "time_step_rank",
+}
+FACTORS = {
+    "attention_multiplier",
+    "clip_qkv",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling logit_scale",
+}
+"""Settings that no model may be read without that has them."""
+
+PARTS = {  # what the tensors tell: an expression that one of their names matches, and the settings that this switches
+    r"attn_q(kv)?\.bias": "attention_bias use_qkv_bias use_bias bias",
+    r"attn_output\.bias": "attention_out_bias",
+    r"ffn_up\.bias": "mlp_bias",
+    r"attn_q_norm\.": "use_qk_norm",
+    r"attn_norm_2\.": "new_decoder_architecture",
+}
 
 ENDS = (  # Tokens that end an answer wherever they are in a vocabulary, as llama.cpp has it
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
@@ -28,6 +92,7 @@ ENDS = (  # Tokens that end an answer wherever they are in a vocabulary, as llam
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"} | {
     "penalty_repeat": "repetition_penalty"
 }
+EMBEDDINGS = "token_embd.weight"
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """Special tokens: llama.cpp's names and transformers'."""
 
@@ -40,45 +105,77 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     if name in OTHERS:
         config = AutoConfig.from_pretrained(place.parent, gguf_file=place.name)
     elif name in FAMILIES:
-        config = AutoConfig.for_model(FAMILIES[name], **_values(file))
+        kind = _kind(file)
+        config = AutoConfig.for_model(kind, **_values(file, AutoConfig.for_model(kind)))
     else:
         raise ValueError(
-            f"it is of the family {name!r}, which transformers does not read from .gguf files: take the model in "
-            "safetensors, and quantize='int4' if it is to be small"
+            f"it is of the family {name!r}, which is not read from .gguf files: take the model in safetensors, and "
+            "quantize='int4' if it is to be small"
         )
     config.name_or_path = str(place)
     return config
 
 
-def _values(file: GgufFile) -> dict[str, Any]:
-    family, kind = file.architecture, FAMILIES[file.architecture]
-    tensors, names = file.tensors, GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING[family]
-    values = {name: file.value(key) for key, name in names.items() if name and file.value(key) is not None}
-    values |= {
-        name: value
-        for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items()
-        if (value := file.metadata.get(f"tokenizer.{key}")) is not None
-    }
-    values = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(kind) or {}) | values
-    values.setdefault(
-        "vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())) or file.tensors["token_embd.weight"].shape[0]
-    )
-    values["tie_word_embeddings"] = "output.weight" not in tensors or family in ("falcon", "bloom")
-    if "head_dim" in values or family in ("qwen2", "qwen3", "phi3", "gemma3"):
-        values |= {"head_dim": width} if (width := file.value("attention.key_length")) else {}
-    caps = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-    caps |= {"attention.sliding_window": "sliding_window"} if family == "phi3" else {}
-    values |= {name: found for key, name in caps.items() if (found := file.value(key)) is not None}
+def _kind(file: GgufFile) -> str:
+    """Return transformers' name of a model's family, of which llama.cpp has one for some that differ in a part."""
+    if file.architecture == "llama" and file.value("expert_count"):
+        return "mixtral"
+    if file.architecture == "olmo2" and file.value("attention.sliding_window"):
+        return "olmo3"
+    return FAMILIES[file.architecture].kind
+
+
+def _values(file: GgufFile, usual: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a model, by the names they have in the `usual` configuration of its family."""
+    family, tensors = file.architecture, file.tensors
+    if EMBEDDINGS not in tensors:
+        raise ValueError("it has no embeddings of tokens: it holds a vocabulary, or a part of a model")
+    told = {names: value for key, names in SETTINGS.items() if (value := file.value(key)) not in (None, [])}
+    told |= {"sliding_window": None} if told.get("sliding_window") == 0 else {}
+    told |= {names: any(re.search(part, each) for each in tensors) for part, names in PARTS.items()}
+    values: dict[str, Any] = {"vocab_size": tensors[EMBEDDINGS].shape[0]}
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    for names, value in told.items():
+        known = [name for name in names.split() if hasattr(usual, name)][:1]
+        if known and isinstance(value, list) and len(set(value)) > 1:
+            raise ValueError(f"its layers differ in {known[0]} ({', '.join(map(str, value))}), which is not read")
+        if not known and names in FACTORS and value not in (0, 1):
+            raise ValueError(
+                f"it tells {names.split()[0]} ({value}), which models of its family ({family}) do not have"
+            )
+        values |= {
+            usual.attribute_map.get(name, name): value[0] if isinstance(value, list) else value for name in known
+        }
+    for key, role in SPECIAL.items():
+        values[f"{role}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if isinstance(pattern := file.value("attention.sliding_window_pattern"), list):
+        values["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
+    heads, size = file.value("attention.head_count") or 1, file.value("embedding_length")
+    width = file.value("attention.key_length", size // heads)
+    if usual_rotation := getattr(usual, "rope_parameters", None):
+        values["rope_parameters"] = _rotations(file, usual_rotation, width)
+    if family == "falcon":
+        return values | {"multi_query": file.value("attention.head_count_kv") == 1, "tie_word_embeddings": True}
+    if family in ("gemma2", "gemma3"):  # llama.cpp tells the largest ones, with another scale, by their layers
+        values["query_pre_attn_scalar"] = size // heads if file.value("block_count") in (46, 62) else width
     if family == "stablelm":
-        values["use_qkv_bias"] = any(each.endswith("attn_q.bias") for each in tensors)
         values["use_parallel_residual"] = not any("ffn_norm" in each for each in tensors)
-    if rotation := _rotation(file):
-        base = values.pop("rope_theta", 10000.0)
-        values["rope_parameters"] = {"rope_theta": base, **rotation}
-    return values
+    if family == "qwen3moe":
+        values["norm_topk_prob"] = True
+    return values | ({"head_dim": width} if heads > 1 else {})
 
 
-def _rotation(file: GgufFile) -> dict[str, Any]:
+def _rotations(file: GgufFile, usual: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return how a model with heads of this `width` rotates, for each kind of its layers where the family has two."""
+    base, count = float(file.value("rope.freq_base", 10000.0)), file.value("rope.dimension_count")
+    found = {"rope_type": "default", "rope_theta": base, **_stretching(file)}
+    if "sliding_attention" in usual:  # stretched only where the whole text is seen
+        local = float(file.value("rope.freq_base_swa", 10000.0 if file.architecture == "gemma3" else base))
+        return {"sliding_attention": {"rope_type": "default", "rope_theta": local}, "full_attention": found}
+    return found | ({"partial_rotary_factor": count / width} if count and "partial_rotary_factor" in usual else {})
+
+
+def _stretching(file: GgufFile) -> dict[str, Any]:
     """Return how a model's rotations are stretched for long texts, by transformers' names; nothing if they are not."""
     if "rope_freqs.weight" in file.tensors:
         return _llama3(_floats(file, "rope_freqs.weight"), float(file.value("rope.freq_base", 10000.0)))
@@ -127,30 +224,3 @@ def generation_config_of(file: GgufFile) -> GenerationConfig:
     sampling = {name: metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     return GenerationConfig(**settings, **sampling, **({"do_sample": True} if sampling else {}))
-
-
-def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
-    parts = {
-        part: {
-            name: file.metadata[f"tokenizer.{key}"]
-            for key, name in names.items()
-            if f"tokenizer.{key}" in file.metadata
-        }
-        for part, names in GGUF_TOKENIZER_MAPPING.items()
-    }
-    words, settings = parts["tokenizer"], parts["tokenizer_config"]
-    if "tokens" not in words:
-        raise ValueError("the file holds no tokenizer: pass tokenizer=... as well")
-    flags = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
-    settings.update({name: flag for name, flag in flags.items() if flag is not None})  # older transformers reads none
-    if words.get("tokenizer_type") == "llama":
-        settings.setdefault("add_bos_token", True)  # as llama.cpp does
-    if words.get("tokenizer_type") == "gemma4":
-        settings["add_bos_token"] = False  # its chat template begins with the token
-    for key, role in SPECIAL.items():
-        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        settings[f"{role}_token"] = None if number is None else words["tokens"][number]
-    backend, more = convert_gguf_tokenizer(file.architecture, words)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
-    tokenizer.name_or_path = str(file.path)  # not before: where there are many tokens, the hub would be asked about it
-    return tokenizer

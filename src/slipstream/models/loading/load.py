@@ -22,8 +22,8 @@ from slipstream.models.loading import faults
 from slipstream.models.loading.adapters import read_adapter, with_adapter
 from slipstream.models.loading.dropped_tensors import read_record
 from slipstream.models.loading.gguf import load_gguf
-from slipstream.models.loading.gguf_config import tokenizer_of
 from slipstream.models.loading.gguf_file import GgufFile
+from slipstream.models.loading.gguf_tokenizer import tokenizer_of
 from slipstream.models.loading.origin import Origin, source_name
 from slipstream.models.loading.quantized import (
     INT8,
