@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -136,6 +137,16 @@ CASES = {
         "olmo3",
         changes={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         told={"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False]},
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "gemma4_text",
+        changes={"head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "hidden_size_per_layer_input": 32}
+        | {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 96}
+        | {"use_double_wide_mlp": True, "num_kv_shared_layers": 0},
+        told={"attention.key_length": 64, "attention.key_length_swa": 32, "attention.sliding_window": 8}
+        | {"attention.sliding_window_pattern": [True, False], "embedding_length_per_layer_input": 32}
+        | {"rope.freq_base_swa": 10000.0},
     ),
     "cohere": Case("command-r", "cohere", told={"logit_scale": 0.0625}),
     "glm4": Case("glm4", "glm4", changes={"head_dim": 16}, told={"rope.dimension_count": 8}),
@@ -298,6 +309,9 @@ REAL = {
     "gemma2": {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
     "olmo3": {"sliding_window": 8},
     "exaone4": {"sliding_window": 8},
+    "gemma4_text": {"num_hidden_layers": 4, "head_dim": 32, "global_head_dim": 64, "sliding_window": 8}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32}
+    | {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "phi": {"intermediate_size": 256, "num_key_value_heads": 4},
     "phi3": {"eos_token_id": 1, "bos_token_id": 1},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False},
@@ -328,6 +342,8 @@ converter.main()
 def test_files_of_the_converter_give_the_logits_of_the_model(kind: str, tmp_path: Path) -> None:
     model = tiny(kind, **REAL[kind])
     model.save_pretrained(tmp_path)
+    known = {"model": {"vocab": {str(number): number for number in range(96)}}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
     file = tmp_path / "model.gguf"
     command = [sys.executable, "-W", "ignore", "-c", CONVERT, os.environ["LLAMA_CPP"], str(tmp_path), str(file)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from slipstream.kernels.cpu import kernel_missing, quantized_rows
 from slipstream.kernels.packing import Stretch, can_embed
 from slipstream.kernels.quantization import PANEL, QUAD, Precision, QuantizedPanels
 from slipstream.kernels.stored_codes import StoredLinear
-from slipstream.models.loading.gguf_config import FAMILIES, GROUPED, OTHERS, generation_config_of
+from slipstream.models.loading.gguf_config import FAMILIES, GROUPED, generation_config_of
 from slipstream.models.loading.gguf_file import GgufFile, Stored
 from slipstream.models.loading.origin import Origin
 from slipstream.models.loading.quantized import INT8, PLACED_OTHERWISE, Loaded, Reading, assembled, compute_dtype
@@ -152,7 +152,7 @@ class GgufWeights:
     def missing(self) -> set[str]:
         loaded = {*self.tensors, *(f"{name}.weight" for name in self.stored)}
         tied = set(getattr(self.skeleton, "all_tied_weights_keys", None) or ())
-        return {name for name, _ in self.skeleton.named_parameters()} - loaded - tied
+        return self.shapes.keys() - loaded - tied
 
     def _kept(self) -> Iterator[tuple[str, tuple[str, Stored, Tensor | None]]]:
         """Yield the tensors that keep their codes, in the model's order: name, with layer, tensor and order of rows."""
@@ -193,10 +193,12 @@ def _names(file: GgufFile, skeleton: Any) -> dict[str, str]:
         stem, suffix = (stem, dot + part) if part in ("weight", "bias") else (whole, "")
         if experts := BOTH.search(whole):
             found |= {f"blk.{experts[1]}.ffn_{half}_exps.weight": whole for half in ("gate", "up")}
+        if whole.endswith("e_score_correction_bias"):
+            found[f"blk.{whole.split('.')[2]}.exp_probs_b.bias"] = whole
         names = (stem, stem.replace("block_sparse_moe.", "mlp.").replace("mlp.router", "mlp.gate"))
         known_as = [known.get_name(each) or known.get_name(each.partition(".")[2]) for each in names]
         if in_file := next(filter(None, known_as), None):
-            found[in_file + (suffix or (".weight" if stem.endswith("_proj") else ""))] = whole
+            found |= {in_file + each: whole for each in ([suffix] if suffix else ["", ".weight"])}
     return found
 
 
@@ -241,14 +243,14 @@ def load_gguf(
 ) -> Loaded | None:
     """Load a .gguf file -> the model and a loading report, as `kind.from_pretrained` returns them.
 
-    Codes are kept on a CPU. None where transformers has to read it: one of `OTHERS`, or without our kernels, or with
-    options that place the parts of a model.
+    Codes are kept on a CPU. None where transformers has to read it: a family that is not in `FAMILIES`, no
+    kernels of ours, or options that place the parts of a model.
     """
     path = origin.gguf
     if path is None or kernel_missing() or options.keys() & PLACED_OTHERWISE:
         return None
     file, config = GgufFile.read(path), origin.config()
-    if file.architecture in OTHERS:
+    if file.architecture not in FAMILIES:
         return None
     with torch.device("meta"):
         skeleton = kind.from_config(config)

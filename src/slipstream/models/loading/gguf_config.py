@@ -13,9 +13,10 @@ from slipstream.models.loading.gguf_file import GgufFile
 
 
 class Family(NamedTuple):
-    """A family of llama.cpp: its `kind` in transformers, and the family whose rows and norms it stores `alike`."""
+    """A family of llama.cpp: its `kind` in transformers, and the family whose rows and norms it stores `alike`.
+    Without a kind, its configuration is what transformers reads of the file."""
 
-    kind: str
+    kind: str = ""
     alike: str = ""
 
 
@@ -37,8 +38,10 @@ FAMILIES = {  # the families that are read here
     "gptneox": Family("gpt_neox", GROUPED),
     "hunyuan-dense": Family("hunyuan_v1_dense"),
     "phi2": Family("phi"),
+    "gemma4": Family("gemma4_text"),
+    **dict.fromkeys(("lfm2", "minimax-m2"), Family()),
 }
-OTHERS = {"t5", "t5encoder", "gpt-oss", "gpt_oss", "gemma4", "minimax-m2", *GGUF_CONFIG_ARCHS}
+OTHERS = {"t5", "t5encoder", *GGUF_CONFIG_ARCHS} - FAMILIES.keys()
 """Families that are left to transformers."""
 
 SETTINGS = {  # what the metadata tell: llama.cpp's name, and those that the setting has in transformers' families
@@ -59,6 +62,8 @@ SETTINGS = {  # what the metadata tell: llama.cpp's name, and those that the set
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling logit_scale",
     "use_parallel_residual": "use_parallel_residual",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
     "expert_count": "num_local_experts num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
@@ -102,7 +107,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
     name, place = file.architecture, file.path
-    if name in OTHERS:
+    if name in OTHERS or FAMILIES.get(name) == Family():
         config = AutoConfig.from_pretrained(place.parent, gguf_file=place.name)
     elif name in FAMILIES:
         kind = _kind(file)
@@ -135,6 +140,9 @@ def _values(file: GgufFile, usual: PreTrainedConfig) -> dict[str, Any]:
     told |= {names: any(re.search(part, each) for each in tensors) for part, names in PARTS.items()}
     values: dict[str, Any] = {"vocab_size": tensors[EMBEDDINGS].shape[0]}
     values["tie_word_embeddings"] = "output.weight" not in tensors
+    wide = file.value("feed_forward_length")
+    if family == "gemma4" and isinstance(wide, list) and set(wide) == {min(wide), 2 * min(wide)}:
+        told[SETTINGS["feed_forward_length"]], values["use_double_wide_mlp"] = min(wide), True
     for names, value in told.items():
         known = [name for name in names.split() if hasattr(usual, name)][:1]
         if known and isinstance(value, list) and len(set(value)) > 1:
@@ -158,6 +166,9 @@ def _values(file: GgufFile, usual: PreTrainedConfig) -> dict[str, Any]:
         return values | {"multi_query": file.value("attention.head_count_kv") == 1, "tie_word_embeddings": True}
     if family in ("gemma2", "gemma3"):  # llama.cpp tells the largest ones, with another scale, by their layers
         values["query_pre_attn_scalar"] = size // heads if file.value("block_count") in (46, 62) else width
+    if family == "gemma4":
+        own = file.value("attention.key_length_swa", width)
+        return values | {"head_dim": own, "global_head_dim": width, "vocab_size_per_layer_input": values["vocab_size"]}
     if family == "stablelm":
         values["use_parallel_residual"] = not any("ffn_norm" in each for each in tensors)
     if family == "qwen3moe":
@@ -171,13 +182,14 @@ def _rotations(file: GgufFile, usual: dict[str, Any], width: int) -> dict[str, A
     found = {"rope_type": "default", "rope_theta": base, **_stretching(file)}
     if "sliding_attention" in usual:  # stretched only where the whole text is seen
         local = float(file.value("rope.freq_base_swa", 10000.0 if file.architecture == "gemma3" else base))
+        found = {**usual["full_attention"], "rope_theta": base} if file.architecture == "gemma4" else found
         return {"sliding_attention": {"rope_type": "default", "rope_theta": local}, "full_attention": found}
     return found | ({"partial_rotary_factor": count / width} if count and "partial_rotary_factor" in usual else {})
 
 
 def _stretching(file: GgufFile) -> dict[str, Any]:
     """Return how a model's rotations are stretched for long texts, by transformers' names; nothing if they are not."""
-    if "rope_freqs.weight" in file.tensors:
+    if "rope_freqs.weight" in file.tensors and file.architecture != "gemma4":  # whose ones are a part that rotates
         return _llama3(_floats(file, "rope_freqs.weight"), float(file.value("rope.freq_base", 10000.0)))
     original = file.value("rope.scaling.original_context_length")
     if "rope_factors_long.weight" in file.tensors:
