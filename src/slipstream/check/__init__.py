@@ -39,7 +39,14 @@ def check(
     Raises ValueError if there is no draft, no prompt or a setting is impossible, TypeError for unknown options.
     """
     start = perf_counter()
-    settings, temperatures, warpers = _read(options)
+    ours = {field.name for field in fields(CheckSettings)}
+    known = sorted(ours | {field.name for field in fields(Sampling) if field.init} - {"eos"})
+    if unknown := sorted(options.keys() - set(known)):
+        raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
+    settings = CheckSettings(**{name: value for name, value in options.items() if name in ours})
+    warpers = {name: value for name, value in options.items() if name not in ours}
+    given = warpers.pop("temperature", None)
+    temperatures = (0.0, 1.0) if given is None else (float(given),)
     case = _case(engine, prompts, settings, on_progress or (lambda *_: None))
     halves = {}
     for temperature in temperatures:
@@ -48,17 +55,6 @@ def check(
         halves[half.__name__] = half(case, sampler)
     about = _environment(case, {**warpers, "temperature": " and ".join(f"{each:g}" for each in temperatures)})
     return CheckReport(halves.get("greedy"), halves.get("sampling"), about, perf_counter() - start)
-
-
-def _read(options: dict[str, Any]) -> tuple[CheckSettings, tuple[float, ...], dict[str, Any]]:
-    ours = {field.name for field in fields(CheckSettings)}
-    known = sorted(ours | {field.name for field in fields(Sampling) if field.init} - {"eos"})
-    if unknown := sorted(options.keys() - set(known)):
-        raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(known)}.")
-    settings = CheckSettings(**{name: value for name, value in options.items() if name in ours})
-    warpers = {name: value for name, value in options.items() if name not in ours}
-    temperature = warpers.pop("temperature", None)
-    return settings, (0.0, 1.0) if temperature is None else (float(temperature),), warpers
 
 
 def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, listener: Listener) -> Case:

@@ -119,7 +119,7 @@ def compare(
             choice = _choice(law, rows[0], emission, rng)
             comparison.unforced += _choice(used, rows[0], emission, rng) not in (None, emission.token)
             if choice is not None and choice != emission.token:
-                gap = _greedy_gap(law, emission) if law.point else _coupled_gap((law, used), rows[0], emission, rng)
+                gap = _gap((law, used), rows[0], emission, rng)
                 where = emission.token, *gap, emission.round, emission.source
                 comparison.differences.append(Difference(prompt, place, choice, *where))
             plain.append(scores[0, 0])
@@ -144,14 +144,13 @@ def _key(row: Row, emission: Emission) -> Key:
 Scores = tuple[float, float, float]  # the logit of the chosen token, that of the emitted one, and the gap between them
 
 
-def _greedy_gap(law: Law, emission: Emission) -> Scores:
-    assert law.scores is not None
-    best, ours = float(law.scores.max()), float(law.scores[0, 0, emission.token])
-    return best, ours, best - ours
-
-
-def _coupled_gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng | None) -> Scores:
-    """Return the gap by bisection: how much likelier the emitted token must be for the rng to choose it."""
+def _gap(laws: tuple[Law, Law], row: Row, emission: Emission, rng: Rng | None) -> Scores:
+    """Return the gap; of coupled draws by bisection: how much likelier the emitted token must be for them to draw it.
+    The first of the `laws` is that of plain decoding."""
+    if laws[0].point:
+        assert laws[0].scores is not None
+        best, own = float(laws[0].scores.max()), float(laws[0].scores[0, 0, emission.token])
+        return best, own, best - own
     assert rng is not None
     law = next((law for law in laws if float(law.dense[0, 0, emission.token]) > 0), None)
     if law is None:

@@ -111,18 +111,14 @@ class CheckHalf:
         if noticed:
             lines.append(f"  ok   controls: noticed, as they must be: {', '.join(noticed)}")
         lines += [f"  ???  controls: {reason}" for reason in self.blind]
-        return lines + [_line(difference) for difference in self.differences]
-
-
-def _line(it: Difference) -> str:
-    kind = "near-tie" if it.near_tie else "DIFFERENCE"
-    plain, emitted = (
-        f"{text!r} ({token})" for text, token in ((it.plain_text, it.plain), (it.emitted_text, it.emitted))
-    )
-    return (
-        f"       {kind}: prompt {it.prompt + 1}, token {it.position + 1} (round {it.round}, {it.source}): "
-        f"{emitted} at {it.emitted_score:.6g} instead of {plain} at {it.plain_score:.6g}, a gap of {it.gap:.2g}"
-    )
+        for it in self.differences:
+            kind = "near-tie" if it.near_tie else "DIFFERENCE"
+            lines.append(
+                f"       {kind}: prompt {it.prompt + 1}, token {it.position + 1} (round {it.round}, {it.source}): "
+                f"{it.emitted_text!r} ({it.emitted}) at {it.emitted_score:.6g} instead of "
+                f"{it.plain_text!r} ({it.plain}) at {it.plain_score:.6g}, a gap of {it.gap:.2g}"
+            )
+        return lines
 
 
 @dataclass(frozen=True)

@@ -127,15 +127,11 @@ class Samples:
         """The chance of a statistic at least as large if the law is the target's."""
         x, freedom = self.statistic
         common = tail(x, freedom, self.shift) if freedom else 1.0
-        return min(1.0, common / SHARE, self._rare_tail / (1 - SHARE))
-
-    @property
-    def _rare_tail(self) -> float:
-        """Chernoff's bound on the chance of this many rare tokens, of which rounding may add some."""
-        seen, mean = self.rare, self.rare_expected + self.moved * self.tokens
-        if seen <= mean:
-            return 1.0
-        return math.exp(seen - mean - seen * math.log(seen / mean)) if mean else 0.0
+        # Chernoff's bound on the chance of this many rare tokens, of which rounding may add some.
+        seen, mean, rare = self.rare, self.rare_expected + self.moved * self.tokens, 1.0
+        if seen > mean:
+            rare = math.exp(seen - mean - seen * math.log(seen / mean)) if mean else 0.0
+        return min(1.0, common / SHARE, rare / (1 - SHARE))
 
     @property
     def detectable(self) -> float | None:
@@ -169,7 +165,11 @@ def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outp
     for place, rows, _, law in replay(decoder.target, requests, outputs, None if samples.learned else ask):
         going = [place < len(output) for output in outputs]
         p = law.dense[:, 0].double()
-        cells = _cells(p, p if samples.learned else _draft_law(drafts.pop(), p))
+        # The cell of every token depends on the text alone, as q is drafted again for it.
+        q = p if samples.learned else _draft_law(drafts.pop(), p)
+        ratio = torch.bucketize((q / p).nan_to_num(nan=1.0), torch.tensor(RATIOS, device=p.device, dtype=p.dtype))
+        size = torch.bucketize(p, torch.tensor(SIZES, device=p.device, dtype=p.dtype))
+        cells = ratio * (len(SIZES) + 1) + size
         chances = torch.zeros(len(rows), CELLS, dtype=torch.float64, device=p.device)
         chances.scatter_add_(1, cells, p / p.sum(-1, keepdim=True))
         taken = torch.tensor([[output[place] if place < len(output) else 0] for output in outputs], device=p.device)
@@ -177,13 +177,6 @@ def _count(samples: Samples, decoder: Decoder, requests: Sequence[Request], outp
         samples.tallies[min(place, GROUPS - 1)].add(chances[alive], cells.gather(1, taken)[alive, 0])
         samples.rare += int((p.gather(1, taken)[alive] < RARE).sum())
         samples.rare_expected += float(p[alive].where(p[alive] < RARE, 0).sum())
-
-
-def _cells(p: Tensor, q: Tensor) -> Tensor:
-    """Return the cell of every token (rows, vocab). It depends on the text alone, as q is drafted again for it."""
-    ratio = torch.bucketize((q / p).nan_to_num(nan=1.0), torch.tensor(RATIOS, device=p.device, dtype=p.dtype))
-    size = torch.bucketize(p, torch.tensor(SIZES, device=p.device, dtype=p.dtype))
-    return ratio * (len(SIZES) + 1) + size
 
 
 def _first_draft(decoder: Decoder, requests: Sequence[Request]) -> Law | None:

@@ -83,17 +83,19 @@ class ModelBeams:
                     prefix.guess = Candidates([], [], []) if isinstance(outcome, Fault) else outcome
             for place, search in enumerate(searches):
                 if going[place]:
-                    beams[place] = self._grow(search, beams[place])
+                    candidates = self._candidates(search, len(beams[place]))
+                    continuations = best_continuations(beams[place], candidates, _law)
+                    ends = search.request.eos
+                    grown = [
+                        Beam(prefix.child(token), chance)
+                        for chance, prefix, token in continuations
+                        if token not in ends
+                    ]
+                    beams[place] = best_beams(grown, search.settings.num_beams + self._extra)
                     proposals[place] += [beam.prefix for beam in beams[place]]
         if self._shared is not None:
             self._scorer.rollback(before)  # guesses stay stored in the prefixes; needed keys are computed again
         return proposals
-
-    def _grow(self, search: BeamSearch, beams: Sequence[Beam]) -> list[Beam]:
-        ends = search.request.eos
-        continuations = best_continuations(beams, self._candidates(search, len(beams)), _law)
-        going = [Beam(prefix.child(token), score) for score, prefix, token in continuations if token not in ends]
-        return best_beams(going, search.settings.num_beams + self._extra)
 
     def _candidates(self, search: BeamSearch, beams: int) -> int:
         """Return how many continuations a step of the draft examines: as many as the target's where these are drawn."""
@@ -225,7 +227,11 @@ class BeamDecoder:
     @torch.inference_mode()
     def _play(self) -> None:
         watch, searches = Stopwatch(), self.running
-        depths = self._depths()
+        # The number of steps to draft per search; prefixes as long as the limit need no scores.
+        rows = [Row(search.request, search.index, list(search.request.prompt)) for search in searches]
+        gammas = self.decoder.controller.gammas(self.decoder.controller.init(), rows)
+        rooms = [search.limit - 1 - search.depth for search in searches]
+        depths = [max(0, min(gamma, room)) for gamma, room in zip(gammas, rooms, strict=True)]
         proposals = self._drafts.propose(searches, depths) if any(depths) else [[] for _ in searches]
         watch.lap("draft")
         new = [
@@ -249,16 +255,6 @@ class BeamDecoder:
 
     def _tokens(self, search: BeamSearch) -> int:
         return most_tokens(search, self.decoder.controller.most)
-
-    def _depths(self) -> list[int]:
-        """Return the number of steps to draft per search; prefixes as long as the limit need no scores."""
-        controller = self.decoder.controller
-        rows = [Row(search.request, search.index, list(search.request.prompt)) for search in self.running]
-        gammas = controller.gammas(controller.init(), rows)
-        return [
-            max(0, min(gamma, search.limit - 1 - search.depth))
-            for gamma, search in zip(gammas, self.running, strict=True)
-        ]
 
 
 def searches_of(target: Scorer, requests: Sequence[Request]) -> list[BeamSearch]:

@@ -113,20 +113,17 @@ class PromptReader:
         silent = [[] if group.is_scored else piece for group, piece in zip(self.groups, pieces, strict=True)]
         if any(silent):
             self.target.prefill(silent, first)
-        self._score(pieces, first)
-        watch.lap("prefill")
-        share = watch.laps["prefill"] / max(1, sum(map(bool, pieces)))
-        for group, piece in zip(self.groups, pieces, strict=True):
-            group.rows[0].stats.spend("prefill", share * bool(piece))
-        return self._release(first)
-
-    def _score(self, pieces: Sequence[Sequence[int]], first: int) -> None:
-        """Feed the pieces of the texts that are scored, each by itself, since every logit of it is needed."""
+        # The texts that are scored are fed each by itself, since every logit of them is needed.
         for place, (group, piece) in enumerate(zip(self.groups, pieces, strict=True), first):
             for start in range(0, len(piece) if group.is_scored else 0, SCORED):
                 part = torch.tensor([piece[start : start + SCORED]], device=self.target.device)
                 group.score(self.target.extend(part, [part.shape[1]], place)[0])
                 self.target.rollback(self.target.lengths[: place + 1])  # nothing; but earlier states can be dropped
+        watch.lap("prefill")
+        share = watch.laps["prefill"] / max(1, sum(map(bool, pieces)))
+        for group, piece in zip(self.groups, pieces, strict=True):
+            group.rows[0].stats.spend("prefill", share * bool(piece))
+        return self._release(first)
 
     def _pieces(self, running: int, have: Sequence[int]) -> list[list[int]]:
         left = [max(0, len(group.text) - known) for group, known in zip(self.groups, have, strict=True)]

@@ -139,7 +139,13 @@ class Scheduler:
 
     def step(self) -> Round | None:
         """Read a piece of the prompts that wait, and play one round -> the round; None if no row can run yet."""
-        self._take_in()
+        for row in _drained(self._arrivals):
+            row.turn = (row.request.priority, next(self._turns))
+            insort(self.waiting, row, key=attrgetter("turn"))
+        for row in _drained(self._aborted):
+            row.finish_reason = row.finish_reason or "abort"
+        self.waiting = [row for row in self.waiting if not row.finish_reason]
+        self._dismiss()
         self._admit()
         self.running += self._reader.read(len(self.running))
         for row in self.running:
@@ -182,15 +188,6 @@ class Scheduler:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-    def _take_in(self) -> None:
-        for row in _drained(self._arrivals):
-            row.turn = (row.request.priority, next(self._turns))
-            insort(self.waiting, row, key=attrgetter("turn"))
-        for row in _drained(self._aborted):
-            row.finish_reason = row.finish_reason or "abort"
-        self.waiting = [row for row in self.waiting if not row.finish_reason]
-        self._dismiss()
 
     def _admit(self) -> None:
         here = [*self.running, *self.reading]

@@ -49,7 +49,18 @@ The verifier serves the rows whose requests name no rule.
 
 def verify_eagerly(verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
     p, faults = context.target_law(logits, draft, model)
-    verdict = _verdict(verifier, context, p, draft)
+    groups: dict[tuple[Verifier, bool], list[int]] = {}
+    for place, row in enumerate(context.rows):
+        groups.setdefault((verifier_of(row, verifier), row.request.sampler.greedy), []).append(place)
+    if len(groups) == 1:
+        [(shared, _)] = groups
+        verdict = shared(p, draft, context.draw)
+    else:
+        verdicts = [
+            rule(p.select(torch.tensor(places, device=p.device)), draft.select(places), context.select(places).draw)
+            for (rule, _), places in groups.items()
+        ]
+        verdict = merge_verdicts(verdicts, list(groups.values()))
     return Outcome(p, verdict, draw_next(context, verdict), faults)
 
 
@@ -59,20 +70,6 @@ def draw_next(context: Context, verdict: Verdict) -> Tensor:
 
 def verifier_of(row: Row, otherwise: Verifier) -> Verifier:
     return otherwise if row.request.rule is None else row.request.rule.verify
-
-
-def _verdict(verifier: Verifier, context: Context, p: Law, draft: Draft) -> Verdict:
-    groups: dict[tuple[Verifier, bool], list[int]] = {}
-    for place, row in enumerate(context.rows):
-        groups.setdefault((verifier_of(row, verifier), row.request.sampler.greedy), []).append(place)
-    if len(groups) == 1:
-        [(shared, _)] = groups
-        return shared(p, draft, context.draw)
-    verdicts = [
-        rule(p.select(torch.tensor(places, device=p.device)), draft.select(places), context.select(places).draw)
-        for (rule, _), places in groups.items()
-    ]
-    return merge_verdicts(verdicts, list(groups.values()))
 
 
 CAPTURABLE = frozenset(rule.verify for rule in (TOKEN, BLOCK, MATCH))

@@ -53,7 +53,15 @@ class ChainDrafter:
             return Draft.empty(len(context.rows), self.scorer.device)
         self._follower.follow(context.rows, context.watch)
         self._follower.cover(2 * max(gammas) + 1)
-        shadows = self._shadows_of(context.rows)
+        kept = {}
+        for row, start in zip(context.rows, self._follower.starts, strict=True):
+            shadow = self._shadows.get(row)
+            if shadow is None or shadow.start != start:
+                shadow = Shadow.of(row, start)
+                shadow.row.stats = row.stats.levels.setdefault(self.scorer.name, shadow.row.stats)
+            shadow.reset()
+            kept[row] = shadow
+        self._shadows, shadows = kept, list(kept.values())
         parts, laws = self._rounds(context, shadows, gammas)
         bases = [len(shadow.outer.readable) - shadow.start for shadow in shadows]
         new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
@@ -69,18 +77,6 @@ class ChainDrafter:
         if len(shadows) == len(round.rows):  # inside, the texts were cut, and no token is new
             rows = tuple(shadow.row for shadow in shadows)
             self.inner.observe(replace(round, rows=rows, tokens=((),) * len(rows)))
-
-    def _shadows_of(self, rows: Sequence[Row]) -> list[Shadow]:
-        kept = {}
-        for row, start in zip(rows, self._follower.starts, strict=True):
-            shadow = self._shadows.get(row)
-            if shadow is None or shadow.start != start:
-                shadow = Shadow.of(row, start)
-                shadow.row.stats = row.stats.levels.setdefault(self.scorer.name, shadow.row.stats)
-            shadow.reset()
-            kept[row] = shadow
-        self._shadows = kept
-        return list(kept.values())
 
     def _rounds(
         self, context: Context, shadows: Sequence[Shadow], gammas: Sequence[int]

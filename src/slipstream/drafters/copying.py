@@ -47,7 +47,11 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self._remember()
+            state = self._match  # the match and its suffixes now occur last at the end of the text
+            for _ in range(DEPTH):
+                if state:
+                    self._recent[state] = len(self.text)
+                    state = self.links[state]
             follower = self.followers[self._match].get(token, 0)
             # Extend the automaton by one token (Blumer's algorithm).
             new = self._add(self._longest[self._whole] + 1, 0, {}, len(self.text) + 1)
@@ -58,7 +62,13 @@ class SuffixAutomaton:
             if state >= 0:
                 self.links[new] = self._split(state, token)
             self.text.append(token)
-            self._find(follower)
+            # The new match is the last one plus the token if that one had the greatest length.
+            state = self.links[self._whole]
+            if self._longest[state] > self._limit:
+                state = follower
+                while self._longest[self.links[state]] >= self._limit:
+                    state = self.links[state]
+            self._match, self.length = state, min(self._longest[state], self._limit)
 
     def following(self, count: int) -> list[int]:
         """Return the `count` tokens after the latest earlier occurrence of the match; none without a match.
@@ -68,15 +78,6 @@ class SuffixAutomaton:
         for place in range(start, start + count) if self.length else ():
             copy.append(self.text[place] if place < 0 else copy[place])
         return copy
-
-    def _remember(self) -> None:
-        """Set the latest occurrence of the match and its suffixes to the end of the text."""
-        state = self._match
-        for _ in range(DEPTH):
-            if not state:
-                return
-            self._recent[state] = len(self.text)
-            state = self.links[state]
 
     def _split(self, state: int, token: int) -> int:
         """Return the state whose longest string is that of `state` plus the token, split off if needed."""
@@ -97,15 +98,6 @@ class SuffixAutomaton:
         self.followers.append(following)
         self._recent.append(recent)
         return len(self.followers) - 1
-
-    def _find(self, follower: int) -> None:
-        """Set the match after a new token; `follower` is the state of the last match plus it, if it has one."""
-        state = self.links[self._whole]
-        if self._longest[state] > self._limit:  # the last match had the greatest length: continue from it
-            state = follower
-            while self._longest[self.links[state]] >= self._limit:
-                state = self.links[state]
-        self._match, self.length = state, min(self._longest[state], self._limit)
 
 
 CPU = torch.device("cpu")

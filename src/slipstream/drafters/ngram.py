@@ -143,24 +143,20 @@ class NgramModel:
     def law(self, state: State, online: OnlineCounts | None = None, text: Sequence[int] = ()) -> Array:
         """Return q (vocab,) of the next token, with `online` counts mixed in by the last tokens of `text`."""
         base = self.unigram if online is None else online.unigram(self.unigram)
+        levels = list[Level]()  # the interpolation steps, lowest order first; in each the tables, then the counts
+        for size, table in enumerate(self.tables, 1):
+            if size < len(state):
+                levels.append(table.level(state[size]))
+            if online is not None and size <= len(text) and (level := online.level(tuple(text[-size:]))):
+                levels.append(level)
         parts, weight = [], 1.0
-        for gamma, tokens, alpha in reversed(list(self._levels(state, online, text))):
+        for gamma, tokens, alpha in reversed(levels):
             parts.append((tokens, weight * alpha))
             weight *= gamma
         q = base * weight
         for tokens, mass in parts:
             q[tokens] += mass
         return q
-
-    def _levels(self, state: State, online: OnlineCounts | None, text: Sequence[int]) -> Iterator[Level]:
-        """Yield the interpolation steps, lowest order first; in each order the tables, then the online counts."""
-        for size, table in enumerate(self.tables, 1):
-            if size < len(state):
-                yield table.level(state[size])
-            if online is not None and size <= len(text):
-                level = online.level(tuple(text[-size:]))
-                if level is not None:
-                    yield level
 
     def save(self, path: str | os.PathLike[str]) -> None:
         arrays = {"1.unigram": self.unigram}

@@ -146,7 +146,12 @@ class Explanation:
                 self._head()
                 for number, line in enumerate(story.lines, 1):
                     self._line(number, line)
-            self._whole(story, self._prompts[index] if self._prompts else "")
+            text = Text()
+            for span in story.whole(self._prompts[index] if self._prompts else ""):
+                text.append_text(self._painted(tame(span.text), span.kind))
+            self._console.print()
+            self._console.print(text, soft_wrap=True)
+            self._console.print()
             self._figures(story.row.stats)
         if len(self._stories) > 1:
             self._title(f"all {len(self._stories)} texts")
@@ -172,14 +177,6 @@ class Explanation:
             spaced = re.sub(r"^ +$| {2,}", lambda run: "·" * len(run.group()), span.text)
             text.append_text(self._painted(spaced.translate(_VISIBLE), span.kind))
         self._put(text, f"{number:5}  {line.accepted:3}/{line.drafted:<3} ")
-
-    def _whole(self, story: Story, prompt: str) -> None:
-        text = Text()
-        for span in story.whole(prompt):
-            text.append_text(self._painted(tame(span.text), span.kind))
-        self._console.print()
-        self._console.print(text, soft_wrap=True)
-        self._console.print()
 
     def _figures(self, stats: Stats) -> None:
         rows = figures(stats)

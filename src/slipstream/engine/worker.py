@@ -269,7 +269,13 @@ class Worker:
                 self._play(self._scheduler.step())
             self._drop_searches(self._unavailable(STOPPING))
         except BaseException as error:
-            self._die(error)
+            self.failure, self.ready = error, False
+            why = self._unavailable(FAILED)
+            self._drop_searches(why)
+            left, self._tickets = [*self._tickets.values()], {}
+            for queue in {ticket.deliveries for ticket in left}:
+                self._call(partial(queue.put_nowait, why))
+            self._call(self.on_death)
 
     def _search(self) -> None:
         self._scheduler.holds = bool(self._searches)
@@ -303,7 +309,12 @@ class Worker:
             self._end(number, now)
         deliveries += [(ticket, [ticket.generation.end()]) for _, ticket in aborted]
         if deliveries:
-            self._send(deliveries)
+
+            def deliver() -> None:
+                for ticket, pieces in deliveries:
+                    ticket.deliveries.put_nowait((ticket.place, pieces))
+
+            self._call(deliver)
         if round is None and not self._scheduler.busy and not self._searches and not self._wake.wait(REST):
             give_back_freed_memory()
             self._wake.wait()
@@ -327,23 +338,6 @@ class Worker:
         for listener in self.listeners:
             listener.on_end(ticket, now)
 
-    def _send(self, deliveries: Sequence[tuple[Ticket, list[Piece]]]) -> None:
-        def deliver() -> None:
-            for ticket, pieces in deliveries:
-                ticket.deliveries.put_nowait((ticket.place, pieces))
-
-        self._call(deliver)
-
     def _call(self, function: Callable[[], object]) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function)
-
-    def _die(self, error: BaseException) -> None:
-        self.failure, self.ready = error, False
-        why = self._unavailable(FAILED)
-        self._drop_searches(why)
-        left = list(self._tickets.values())
-        self._tickets = {}
-        for queue in {ticket.deliveries for ticket in left}:
-            self._call(partial(queue.put_nowait, why))
-        self._call(self.on_death)

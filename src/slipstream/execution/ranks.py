@@ -266,11 +266,8 @@ class Ranks:
         if self.leads:
             self.lost = self.lost or self._why(gone, None)
             self.on_loss()
-        self._end_passes(self.lost or self._why(gone, None))
-
-    def _end_passes(self, why: str) -> None:
-        """End this process when a pass has run for GRACE seconds since a rank was lost, since it can never finish."""
-        running, since = 0, monotonic()
+        # This process ends when a pass has run for GRACE seconds since a rank was lost, since it can never finish.
+        why, running, since = self.lost or self._why(gone, None), 0, monotonic()
         while not self._closed:
             now = self._passes if self._inside else 0
             if now != running:

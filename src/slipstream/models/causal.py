@@ -250,22 +250,18 @@ class CausalScorer(OnMemory):
         self._memory.texts.least = shape.slots if shape else self.execution.least if self.execution else 0
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
-        if self.shape:
+        (rows, width), texts, real, shape = tokens.shape, self._memory.texts, len(self.lengths), self.shape
+        if shape:  # rows after those of the tokens, or empty ones, and padding fill it
             assert tree is None, "trees have shapes of their own"
-            return self._extend_exactly(self.shape, tokens, counts, first)
-        logits = self._score(tokens, first, tree)
-        self._memory.texts.advance(counts)
-        return logits
-
-    def _extend_exactly(self, shape: Shape, tokens: Tensor, counts: Sequence[int], first: int) -> Tensor:
-        """Run `extend` in a fixed shape: rows after those of the tokens, or empty ones, and padding fill it."""
-        (rows, width), texts, real = tokens.shape, self._memory.texts, len(self.lengths)
-        assert rows <= shape.rows and width <= shape.width, f"{tokens.shape} does not fit {shape}"
-        texts.add(max(0, first + shape.rows - real))
-        logits = self._score(pad(tokens, (0, shape.width - width, 0, shape.rows - rows)), first, None)
-        texts.free(range(real, len(texts.lengths)))
+            assert rows <= shape.rows and width <= shape.width, f"{tokens.shape} does not fit {shape}"
+            texts.add(max(0, first + shape.rows - real))
+            padded = pad(tokens, (0, shape.width - width, 0, shape.rows - rows))
+            logits = self._score(padded, first, None)[:rows, :width]
+            texts.free(range(real, len(texts.lengths)))
+        else:
+            logits = self._score(tokens, first, tree)
         texts.advance(counts)
-        return logits[:rows, :width]
+        return logits
 
     def _score(self, tokens: Tensor, first: int, tree: Tree | None) -> Tensor:
         """Score a few tokens. Masks are made on the host, where a small tensor costs less than a kernel on a GPU."""

@@ -131,7 +131,12 @@ def thinned(target: HasModel, texts: Sequence[tuple[int, Sequence[int]]], watch:
     kept, sets = tuple(range(_count(target))), []
     while len(kept) > max(2, _count(target) // 4):
         smaller = [tuple(layer for layer in kept if layer != dropped) for dropped in kept]
-        alphas = [_agreement(part_of(target, layers), laws, wanted) for layers in smaller]
+        alphas = list[float]()
+        for part in (part_of(target, layers) for layers in smaller):
+            # The mean of sum_x min(p(x), q(x)), each text read once by the part alone: a real draft is in part fed by
+            # the target's keys.
+            same = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(laws, wanted, strict=True)]
+            alphas.append(float(torch.cat(same).mean()))
         best = max(range(len(smaller)), key=alphas.__getitem__)
         kept = smaller[best]
         watch(f"layers {spell(kept)}: alpha about {alphas[best]:.3f}")
@@ -152,13 +157,6 @@ def _count(target: HasModel) -> int:
 def _laws_behind(scorer: HasModel, start: int, tokens: Tensor) -> Tensor:
     logits = scorer.model(input_ids=tokens, use_cache=False).logits[0, start - 1 : -1]
     return logits.float().softmax(-1)
-
-
-def _agreement(part: HasModel, texts: Sequence[tuple[int, Tensor]], wanted: Sequence[Tensor]) -> float:
-    """Return the mean of sum_x min(p(x), q(x)) over texts, each read once by the part alone.
-    A real draft is in part fed by the target's keys."""
-    kept = [torch.minimum(p, _laws_behind(part, *text)).sum(-1) for text, p in zip(texts, wanted, strict=True)]
-    return float(torch.cat(kept).mean())
 
 
 def pooled_stats(decoder: Decoder, requests: Sequence[Request], layers: Layers | None) -> Stats:

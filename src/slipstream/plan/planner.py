@@ -171,7 +171,14 @@ def make(
     how = (settings.max_new_tokens, settings.sampling, settings.seed, engine.frame)
     tasks = [PlanTask(texts, rows, *how) for rows in settings.batches]
     wanted = settings.gammas or range(1, settings.most + 1)
-    step = _steps(tasks, len(drafters), settings, on_step)
+    repetitions = settings.repetitions if settings.network_ms is None else 0
+    count = sum((1 + len(drafters)) * (1 + len(task.parts())) + repetitions for task in tasks)
+    done = iter(range(count))
+
+    def step(name: str) -> None:
+        if on_step:
+            on_step(next(done), count, name)
+
     for task in tasks:
         plain, records, reading = sweep(decoder, list(drafters.values()), task, settings.most, step)
         report.reading += reading
@@ -229,12 +236,3 @@ def _check(
     if context and longest > context:
         name = engine.decoder.target.name
         raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")
-
-
-def _steps(
-    tasks: Sequence[PlanTask], drafters: int, settings: PlanSettings, on_step: Progress | None
-) -> Callable[[str], None]:
-    repetitions = settings.repetitions if settings.network_ms is None else 0
-    count = sum((1 + drafters) * (1 + len(task.parts())) + repetitions for task in tasks)
-    done = iter(range(count))
-    return lambda name: on_step(next(done), count, name) if on_step else None

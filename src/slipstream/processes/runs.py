@@ -57,7 +57,12 @@ def play_round(target: Kernel, draft: Kernel, chains: Chains, lengths: Tensor) -
     p = target(states[asked.rows, asked.ahead], chains.times[asked.rows] + asked.ahead)
     betas, passed = torch.zeros(drafted.shape, dtype=torch.float64), torch.zeros(drafted.shape, dtype=torch.bool)
     if q is not None:
-        ratio = _ratio(p.select(asked.index[drafted.rows, drafted.ahead]), q, states[drafted.rows, drafted.ahead + 1])
+        p_drafted, new = p.select(asked.index[drafted.rows, drafted.ahead]), states[drafted.rows, drafted.ahead + 1]
+        ratio = (p_drafted.log_density(new) - q.log_density(new)).double().cpu()
+        if bool(ratio.isnan().any()):
+            raise FloatingPointError(
+                "the distribution of a next state is not a number: target or draft diverged (a smaller step may help)."
+            )
         coins = chains.numbers(Purpose.ACCEPT, drafted.rows, drafted.ahead).uniforms(1)[:, 0]
         betas[drafted.rows, drafted.ahead] = ratio.clamp(max=0).exp()
         passed[drafted.rows, drafted.ahead] = coins.log() < ratio
@@ -106,16 +111,6 @@ def _draft(draft: Kernel, chains: Chains, lengths: Tensor) -> tuple[Tensor, Laws
         laws.append(draft(states[rows, step], chains.times[rows] + step))
         states[rows, step + 1] = laws[-1].sample(chains.numbers(Purpose.DRAFT, rows, step))
     return states, (laws[0].join(laws[1:]) if laws else None), drafted
-
-
-def _ratio(p: Laws, q: Laws, states: Tensor) -> Tensor:
-    """Return log p/q at states that were drawn from q, (rows,), float64."""
-    ratio = (p.log_density(states) - q.log_density(states)).double().cpu()
-    if bool(ratio.isnan().any()):
-        raise FloatingPointError(
-            "the distribution of a next state is not a number: target or draft diverged (a smaller step may help)."
-        )
-    return ratio
 
 
 Watch = Callable[[ProcessRound], object]  # a function that receives every round of a run

@@ -42,7 +42,10 @@ class CallGrammar:
         many = "+" if parallel and field.repeats else ""
         rules = [f"start: {begin}({ANSWER} | call{many})", f"call: {' | '.join(map(str, calls))}"]
         ends = {"text": self._mark(field, "close"), "thought": marks[-1]}
-        return "\n".join([*rules, *(_any(name, end or "") for name, end in ends.items())])
+        for name, end in ends.items():  # any text up to an end, which the rule holds if that is a text itself
+            literal = LITERAL.match(end or "")
+            rules.append(f"{name}[suffix={literal[0]}]: {ANY}" if literal else f"{name}: {ANY}")
+        return "\n".join(rules)
 
     def _call(self, field: Any, function: dict[str, Any]) -> str | None:
         begin, end = (self._mark(field, side, function["name"]) for side in ("open", "close"))
@@ -86,14 +89,8 @@ class CallGrammar:
         return " ".join(f"<[{ids[part]}]>" if part in special else json_text(part) for part in parts if part)
 
 
-def _any(name: str, end: str) -> str:
-    """Return the rule of any text up to an end, which it holds if that is a text itself."""
-    literal = LITERAL.match(end)
-    return f"{name}[suffix={literal[0]}]: {ANY}" if literal else f"{name}: {ANY}"
-
-
 def _until(name: str, end: str | None) -> str:
-    """Return a text and its end, by the rule that `_any` makes."""
+    """Return a text and its end, by the rule of that name."""
     return f"{name} {LITERAL.sub('', end or '', 1)}"
 
 

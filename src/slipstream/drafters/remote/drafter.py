@@ -98,8 +98,13 @@ class RemoteDrafter(Drafter):
         if not places:
             return Draft.empty(len(rows), CPU)
         generation = self.link.generation
-        closing = self._follow(rows) if generation else []
-        answer = self._answer(context, places, wanted, (generation, closing)) if generation else Missed("disconnected")
+        answer: list[DraftRow] | Missed = Missed("disconnected")
+        if generation:
+            gone, self._held = self._held, {}
+            for row in rows:
+                self._held[row] = gone.pop(row) if row in gone else Held(next(self._numbers), DraftMode.GUESS, [])
+            closing = [_close(each) for each in gone.values() if each.connection]
+            answer = self._answer(context, places, wanted, (generation, closing))
         if isinstance(answer, Missed):
             self._missed = [(rows[place], answer.reason) for place in places]
             return Draft.empty(len(rows), CPU)
@@ -136,12 +141,6 @@ class RemoteDrafter(Drafter):
                 self._held[context.rows[place]].connection = 0  # opened again
             self.link.strike()
             return Missed(REFUSED)
-
-    def _follow(self, rows: Sequence[Row]) -> list[Frame]:
-        gone, self._held = self._held, {}
-        for row in rows:
-            self._held[row] = gone.pop(row) if row in gone else Held(next(self._numbers), DraftMode.GUESS, [])
-        return [_close(each) for each in gone.values() if each.connection]
 
     def _mode(self, context: Context, place: int, drawn: bool) -> DraftMode:
         if context.rows[place].request.sampler.greedy:

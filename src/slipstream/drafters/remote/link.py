@@ -260,8 +260,12 @@ class _Task:
                 self.refusal, backoff = str(error), self.settings.longest_backoff
             except (OSError, EOFError, FrameError, TimeoutError, ssl.SSLError) as error:
                 self.state.fault = _why(error)
-            if self._lost():
-                backoff = self.settings.backoff
+            with self.state.lock:
+                if self.state.generation:  # there was a connection
+                    backoff = self.settings.backoff
+                self.state.generation = 0
+                self.state.settle(Missed(REFUSED if self.refusal else DISCONNECTED))
+            self.state.settled.set()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), backoff)
             backoff = min(2 * backoff, self.settings.longest_backoff)
@@ -353,13 +357,6 @@ class _Task:
                 self.state.patience = self.settings.timeout
             if frame.sequence == self.state.expected:
                 self.state.settle(frame)
-
-    def _lost(self) -> bool:
-        with self.state.lock:
-            was, self.state.generation = bool(self.state.generation), 0
-            self.state.settle(Missed(REFUSED if self.refusal else DISCONNECTED))
-        self.state.settled.set()
-        return was
 
 
 def _why(error: Exception) -> str:

@@ -142,10 +142,16 @@ class Batch:
         prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         return () if prefix_free else (self.prompts[row].head, self.prompts[row].hidden)
 
-    def _adapt(self, processor: Processor, row: int, away: bool) -> Processor:
+    def _adapt(self, processor: Any, row: int, away: bool) -> Processor:
         """Return the processor for one row: itself if it reads the text alone, else called as `generate` would."""
         kind, known = type(processor), type(processor) in ROW_FREE
-        own = _of_row(row, processor)
+        own: Any = processor
+        if kind is hf.PrefixConstrainedLogitsProcessor:
+            allowed = processor._prefix_allowed_tokens_fn
+            own = kind(lambda _, text: allowed(row, text), 1)
+        elif known and not _treats_rows_alike(processor):  # it keeps something for each row
+            own = copy(processor)
+            own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
         as_it_is = not (self.prompts[row].head or self.prompts[row].hidden)
         if known and not away and (kind in PREFIX_FREE or as_it_is):
             return own
@@ -194,15 +200,3 @@ class Batch:
 def _treats_rows_alike(processor: Processor) -> bool:
     # The repetition penalty may have a number of tokens to ignore for each row.
     return type(processor) in ROW_FREE and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
-
-
-def _of_row(row: int, processor: Any) -> Processor:
-    """Return the processor for this row alone; the same one unless it is known to keep something for each row."""
-    if type(processor) is hf.PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return hf.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
-    if type(processor) not in ROW_FREE or _treats_rows_alike(processor):
-        return processor
-    own = copy(processor)
-    own.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-    return own

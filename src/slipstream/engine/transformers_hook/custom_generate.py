@@ -97,11 +97,8 @@ class BeamCall:
                 raise search.error.cause or FloatingPointError(search.error)
         stats = sum((search.stats for search in searches), Stats())
         hypotheses, requested = [list(search.hypotheses()) for search in searches], self.beams.num_return_sequences
-        for texts in hypotheses:  # where fewer were found than requested, empty ones fill the places
-            texts += [Hypothesis((), NO_SCORE, "length")] * (requested - len(texts))
-        return self._result(hypotheses), stats
-
-    def _result(self, hypotheses: Sequence[Sequence[Hypothesis]]) -> Any:
+        for some in hypotheses:  # where fewer were found than requested, empty ones fill the places
+            some += [Hypothesis((), NO_SCORE, "length")] * (requested - len(some))
         texts, ids, ends = [each for some in hypotheses for each in some], self.batch.ids, self.config._eos_token_tensor
         fill = -1 if ends is None else self.batch.pad or int(ends[0])  # as in `generate`, to which a pad of 0 is unset
         longest = max(len(each.tokens) for each in texts)
@@ -109,9 +106,9 @@ class BeamCall:
         output = torch.tensor(padded, dtype=torch.long, device=ids.device)
         sequences = torch.cat([ids.repeat_interleave(self.beams.num_return_sequences, 0), output], 1)
         if not self.config.return_dict_in_generate:
-            return sequences
+            return sequences, stats
         scores = torch.tensor([each.score for each in texts], device=ids.device) if self.config.output_scores else None
-        return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
+        return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores), stats
 
 
 def _unrepeated(value: Any, rows: int, beams: int) -> Any:

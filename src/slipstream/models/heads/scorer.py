@@ -202,19 +202,15 @@ class HeadScorer(OnTargetStates):
         held = self._states.lengths
         if any(count and have > read for count, have, read in zip(counts, self.lengths, held, strict=False)):
             self._go_on(tokens, counts)
-        else:
-            self._begin(tokens, counts)
+        else:  # a round begins: tokens that the target has read, and the pending one, go with the target's states
+            made = self._feed(0, tokens, None, counts)
+            ahead = self.head.depth - 1
+            self._sure = [
+                max(0, have - ahead) if count else sure
+                for have, count, sure in zip(self.lengths, counts, self._sure, strict=True)
+            ]
+            self._fed = _RoundTokens(tokens, list(counts), made)
         return self.head.logits(self._last).expand(-1, tokens.shape[1], -1)
-
-    def _begin(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Begin a round: feed tokens that the target has read, and the pending one, with the target's states."""
-        made = self._feed(0, tokens, None, counts)
-        ahead = self.head.depth - 1
-        self._sure = [
-            max(0, have - ahead) if count else sure
-            for have, count, sure in zip(self.lengths, counts, self._sure, strict=True)
-        ]
-        self._fed = _RoundTokens(tokens, list(counts), made)
 
     def _go_on(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Feed drafted tokens (rows, 1): to the next layer, or to the last one with its own states."""

@@ -207,27 +207,23 @@ class MediaProcessor:
     def text(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
         """Return the token ids and media of a text; media go before a text that has no placeholders for them."""
         for modality in reversed(Modality):  # so that images come first
-            text = self._placed(text, modality, len(media.get(modality, ())))
+            count, mark = len(media.get(modality, ())), getattr(self.processor, PLACEHOLDERS[modality], None)
+            if not count or not mark:
+                continue
+            if mark not in text:
+                name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
+                ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
+                start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
+                text = f"{start}{mark}{end}" * count + text
+            elif text.count(mark) != count:
+                what = modality.value
+                raise ValueError(f"the prompt has {count} {what}, but {mark} stands in it {text.count(mark)} times.")
         inputs: dict[str, Any] = {}
         if images := media.get(Modality.IMAGE):
             inputs["images"] = [list(images)]
         if sounds := media.get(Modality.AUDIO):
             inputs["audio"], inputs["sampling_rate"] = list(sounds), self.rate
         return self._read(self.processor(text=[text], return_tensors="pt", **inputs))
-
-    def _placed(self, text: str, modality: Modality, count: int) -> str:
-        mark = getattr(self.processor, PLACEHOLDERS[modality], None)
-        if not count or not mark:
-            return text
-        if mark not in text:
-            name = {Modality.IMAGE: "vision", Modality.AUDIO: "audio"}[modality]
-            ids = [getattr(self.config, f"{name}_{end}_token_id", None) for end in ("start", "end")]
-            start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
-            return f"{start}{mark}{end}" * count + text
-        if text.count(mark) != count:
-            what = modality.value
-            raise ValueError(f"the prompt has {count} {what}, but {mark} stands in it {text.count(mark)} times.")
-        return text
 
     def _read(self, made: Any) -> TokensAndMedia:
         ids = tuple(made["input_ids"][0].tolist())

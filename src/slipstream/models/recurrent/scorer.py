@@ -9,7 +9,7 @@ more pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,7 +232,14 @@ class StateScorer:
                 self._cache.bring_forward(row, state)
         self._cache.reserve(max(map(len, fed), default=0), first, first + len(fed))
         by_place: dict[int, Tensor] = {}
-        for places in self._groups(fed, first):
+        # Rows can share a pass if they are equally long, and fed equally many tokens.
+        groups: dict[tuple[int, ...], list[int]] = {}
+        apart = self._alone or not self.way.together
+        for place, tokens in enumerate(fed):
+            if tokens:
+                by_itself = [place] if apart or self._extra_inputs[first + place] is not None else []
+                groups.setdefault((self._cache.lengths[first + place], len(tokens), *by_itself), []).append(place)
+        for places in groups.values():
             rows = [first + place for place in places]
             states, known = self._states(rows), self._cache.known(rows[0])
             new = torch.tensor([fed[place] for place in places], device=self.device)
@@ -248,19 +255,6 @@ class StateScorer:
 
     def _states(self, rows: Sequence[int]) -> list[Any]:
         return [kept.state for row in rows if (kept := self._cache.state(row)) is not None]
-
-    def _groups(self, fed: Sequence[Sequence[int]], first: int) -> Iterator[list[int]]:
-        """Yield groups of places whose rows can share a pass: equally long, and fed equally many tokens."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        apart = self._alone or not self.way.together
-        for place, tokens in enumerate(fed):
-            if tokens:
-                length = self._cache.lengths[first + place]
-                groups.setdefault(
-                    (length, len(tokens), *([place] if apart or self._extra_inputs[first + place] is not None else [])),
-                    [],
-                ).append(place)
-        yield from groups.values()
 
     def _run(
         self, states: Sequence[Any], known: int, tokens: Tensor, keep: int, extra_inputs: Any

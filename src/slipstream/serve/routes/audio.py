@@ -16,7 +16,6 @@ from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.call import unless_gone
 from slipstream.serve.output import ERRORS, answered, completed, finish_reason
 from slipstream.serve.state import state_of, tenant_of
-from slipstream.text.transcripts import Transcript
 
 router = APIRouter(tags=["audio"])
 PLAIN: dict[str, Any] = {"description": "The text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -79,10 +78,7 @@ async def _written(request: Request, form: AudioForm, task: str) -> Response:
     done = [completed(pieces) for pieces in await unless_gone(request, call.collect())]
     for completion in done:
         finish_reason(completion)
-    return _answer(transcriber.transcript(done, seconds, stamped), form, task)
-
-
-def _answer(transcript: Transcript, form: AudioForm, task: str) -> Response:
+    transcript = transcriber.transcript(done, seconds, stamped)
     texts = {"text": lambda: transcript.text, "srt": transcript.srt, "vtt": transcript.vtt}
     if form.response_format in texts:
         return Response(texts[form.response_format](), media_type="text/plain")

@@ -105,22 +105,18 @@ async def infill(body: Once[InfillRequest], request: Request) -> Response:
     """Fill in the text between a prefix and a suffix."""
     state = state_of(request)
     fill = infill_of(state, "input_suffix")
-    options = await run_in_threadpool(_options, body, state, tenant_of(request), fill)
+    options = engine_options(body, state.settings, tenant_of(request))
+    options.setdefault("max_new_tokens", state.longest)
+    options["stop_token_ids"] = [*(body.stop_token_ids or ()), *fill.ends]
+    if body.t_max_predict_ms:
+        options["max_time"] = body.t_max_predict_ms / 1e3
+    options |= await run_in_threadpool(constraint, body, state)  # grammars may take a while
     files = [text for file in body.input_extra or () for text in (file.filename, file.text)]
     state.check_length("input_prefix", body.input_prefix, body.input_suffix, body.prompt, *files)
     before = (body.input_prefix or "") + (body.prompt or "")
     prompt = await off_loop(request, fill.prompt, before, body.input_suffix or "", body.input_extra or ())
     call = await state.call(request, [prompt], options, "input_prefix")
     return await _FilledIn(state, body, call).reply(request)
-
-
-def _options(body: InfillRequest, state: ServerState, tenant: str, fill: Infill) -> dict[str, Any]:
-    options = engine_options(body, state.settings, tenant)
-    options.setdefault("max_new_tokens", state.longest)
-    options["stop_token_ids"] = [*(body.stop_token_ids or ()), *fill.ends]
-    if body.t_max_predict_ms:
-        options["max_time"] = body.t_max_predict_ms / 1e3
-    return options | constraint(body, state)
 
 
 class _FilledIn(Answering):

@@ -15,7 +15,7 @@ from slipstream.serve.output import ERRORS, answered
 from slipstream.serve.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from slipstream.serve.state import ServerState, state_of
 from slipstream.serve.tools import Tools
-from slipstream.text.detokenize import Decode, Detokenizer
+from slipstream.text.detokenize import Detokenizer
 from slipstream.version import __version__
 
 router = APIRouter(tags=["server"], route_class=JsonRoute)
@@ -129,14 +129,14 @@ async def detokenize(body: Once[DetokenizeRequest], request: Request) -> Respons
     vocabulary = state.engine.decoder.target.vocab
     if max(body.tokens, default=0) >= vocabulary:
         raise BadRequest(f"tokens holds an id that the model does not know: it knows 0..{vocabulary - 1}.", "tokens")
-    return await off_loop(request, _detokenized, state.engine.tokenizer.decode, body.tokens)
 
+    def detokenized() -> Response:
+        reader = Detokenizer(state.engine.tokenizer.decode)  # in pieces, as a decoder keeps the interpreter for itself
+        pieces = [reader.push(*body.tokens[start : start + PIECE]) for start in range(0, len(body.tokens), PIECE)]
+        text = "".join(pieces) + reader.flush()
+        return answered(answers.Detokenized(prompt=text, content=text))
 
-def _detokenized(decode: Decode, tokens: list[int]) -> Response:
-    reader = Detokenizer(decode)  # in pieces, since a decoder keeps the interpreter for itself
-    pieces = [reader.push(*tokens[start : start + PIECE]) for start in range(0, len(tokens), PIECE)]
-    text = "".join(pieces) + reader.flush()
-    return answered(answers.Detokenized(prompt=text, content=text))
+    return await off_loop(request, detokenized)
 
 
 def _model(state: ServerState, name: str) -> answers.Model:
