@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from slipstream.core.protocols import Drafter
     from slipstream.engine.engine import Engine
     from slipstream.plan.planner import MeasuredComparison, PlanReport
-    from slipstream.plan.predict import Outlook
 
 
 QUICK = {"most": 8, "max_new_tokens": 48, "repetitions": 2}
@@ -284,12 +283,26 @@ LEGEND = (
 
 
 def _show(report: PlanReport, screen: Console) -> None:
+    from slipstream.plan.predict import spread
+
     settings, (least, longest) = report.settings, report.prompt_tokens
     for rows, by_draft in report.outlooks.items():
         for name, outlook in by_draft.items():
             head = f"\ndraft {name}, {rows} {'rows' if rows > 1 else 'row'}, temperature "
             screen.print(f"{head}{settings.sampling.temperature:g}", style="bold")
-            _show_outlook(outlook, screen)
+            _, low, high = spread(outlook.alphas).values()
+            screen.print(f"alpha {outlook.alpha:.2f}; half of the prompts lie between {low:.2f} and {high:.2f}")
+            screen.print("kept at least i tokens: " + " ".join(f"{chance:.2f}" for chance in outlook.survival))
+            plain = f"plain step {1000 * outlook.costs.step:.1f} ms, T(1) {1000 * outlook.costs.single:.1f} ms"
+            startup = 1000 * outlook.costs.startup
+            screen.print(f"{plain}; once per text the draft reads the prompt: {startup:.1f} ms")
+            table = figures_table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
+            for each in outlook.predictions:
+                mark = "*" if each is outlook.best else " "
+                figures = (each.iid, each.tokens_per_call, each.curve, each.c, each.round, each.factor)
+                interval = f"{each.low:.2f}-{each.high:.2f}"
+                table.add_row(f"{mark} {each.gamma}", *(f"{x:.2f}" for x in figures), interval, f"{each.long:.2f}")
+            screen.print(table)
     screen.print(f"\n{LEGEND}", style="dim")
     memory = figures_table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
@@ -302,30 +315,13 @@ def _show(report: PlanReport, screen: Console) -> None:
         if settings.network_ms is not None and farthest is not None:  # it was not run there: nothing was verified
             away = about_distance(settings.network_ms, 1000 * farthest)
             screen.print(f"{away} Measured here, predicted for there.")
-        for each in report.verifications:
-            if each.rows == rows:
-                screen.print(_outcome(each))
+        for run in report.verifications:
+            if run.rows == rows:
+                screen.print(_outcome(run))
     facts = report.environment
     place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     what = f"{facts['rule']} verification; prompts of {least} to {longest} tokens + {settings.max_new_tokens} new"
     screen.print(f"\n{place}; torch {facts['torch']}; {what}", style="dim")
-
-
-def _show_outlook(outlook: Outlook, screen: Console) -> None:
-    from slipstream.plan.predict import spread
-
-    _, low, high = spread(outlook.alphas).values()
-    screen.print(f"alpha {outlook.alpha:.2f}; half of the prompts lie between {low:.2f} and {high:.2f}")
-    screen.print("kept at least i tokens: " + " ".join(f"{chance:.2f}" for chance in outlook.survival))
-    plain = f"plain step {1000 * outlook.costs.step:.1f} ms, T(1) {1000 * outlook.costs.single:.1f} ms"
-    screen.print(f"{plain}; once per text the draft reads the prompt: {1000 * outlook.costs.startup:.1f} ms")
-    table = figures_table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
-    for each in outlook.predictions:
-        mark = "*" if each is outlook.best else " "
-        figures = (each.iid, each.tokens_per_call, each.curve, each.c, each.round, each.factor)
-        interval = f"{each.low:.2f}-{each.high:.2f}"
-        table.add_row(f"{mark} {each.gamma}", *(f"{x:.2f}" for x in figures), interval, f"{each.long:.2f}")
-    screen.print(table)
 
 
 def _choice(report: PlanReport, rows: int, gamma: int) -> str:

@@ -25,13 +25,13 @@ from slipstream.kernels.threads import release_threads
 Proposal = list[Prefix]  # prefixes whose scores a search may need, parents first, without the live ones
 
 
-def beam_drafts(drafter: Drafter, target: TrieCache, extra: int) -> ModelBeams | TextBeams:
-    """Return the proposer for a drafter, with `extra` beams beyond the target's, if tokens are all it needs."""
+def beam_drafts(drafter: Drafter, target: TrieCache) -> ModelBeams | TextBeams:
+    """Return the proposer for a drafter, if tokens are all it needs."""
     traits = Traits.of(drafter)
     if traits.model is not None:
         refuse_states(traits.model)
         traits.release()
-        return ModelBeams(traits.model, target.scorer.vocab, extra, target if traits.on_target_rows else None)
+        return ModelBeams(traits.model, target.scorer.vocab, target if traits.on_target_rows else None)
     if traits.by_text:
         return TextBeams(drafter)
     raise ValueError(
@@ -51,12 +51,12 @@ class ModelBeams:
     """Runs beam search with the draft's laws from the live beams on, and proposes the prefixes of its beams.
 
     Where the target's law of a prefix is known, it is used instead of the draft's. This is the method of appendix A.4
-    of arXiv 2211.17192. `extra` beams are drafted beyond the target's. The prefixes lie in a `cache` of its own, with a
+    of arXiv 2211.17192. `EXTRA` beams are drafted beyond the target's. The prefixes lie in a `cache` of its own, with a
     row for each search; with `shared`, the draft works on the target's rows.
     """
 
-    def __init__(self, scorer: Scorer, vocab: int, extra: int, shared: TrieCache | None = None) -> None:
-        self._scorer, self._vocab, self._extra, self._shared = scorer, vocab, extra, shared
+    def __init__(self, scorer: Scorer, vocab: int, shared: TrieCache | None = None) -> None:
+        self._scorer, self._vocab, self._shared = scorer, vocab, shared
         self.cache = TrieCache(scorer) if shared is None else None
 
     def propose(self, searches: Sequence[BeamSearch], depths: Sequence[int]) -> list[Proposal]:
@@ -91,7 +91,7 @@ class ModelBeams:
                         for chance, prefix, token in continuations
                         if token not in ends
                     ]
-                    beams[place] = best_beams(grown, search.settings.num_beams + self._extra)
+                    beams[place] = best_beams(grown, search.settings.num_beams + EXTRA)
                     proposals[place] += [beam.prefix for beam in beams[place]]
         if self._shared is not None:
             self._scorer.rollback(before)  # guesses stay stored in the prefixes; needed keys are computed again
@@ -100,7 +100,7 @@ class ModelBeams:
     def _candidates(self, search: BeamSearch, beams: int) -> int:
         """Return how many continuations a step of the draft examines: as many as the target's where these are drawn."""
         ends, settings = len(search.request.eos), search.settings
-        return settings.candidates(ends) if settings.do_sample else settings.num_beams + self._extra + ends * beams
+        return settings.candidates(ends) if settings.do_sample else settings.num_beams + EXTRA + ends * beams
 
 
 def _law(prefix: Prefix) -> Candidates | None:
@@ -177,9 +177,7 @@ class BeamDecoder:
     by another call, and ValueError for a target or a draft that cannot run beam search.
     """
 
-    def __init__(
-        self, decoder: Decoder, searches: Sequence[BeamSearch], extra: int = EXTRA, memory: MemoryLimit | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, searches: Sequence[BeamSearch], memory: MemoryLimit | None = None) -> None:
         if decoder.target.lengths:
             raise RuntimeError(f"{decoder.target.name} serves one call at a time: drain or close the stream before.")
         refuse_states(decoder.target)
@@ -187,7 +185,7 @@ class BeamDecoder:
         self._memory = memory or MemoryLimit(None, decoder)
         self._waiting = list(searches)
         self._cache = TrieCache(decoder.target)
-        self._drafts = beam_drafts(decoder.drafter, self._cache, extra)
+        self._drafts = beam_drafts(decoder.drafter, self._cache)
         self._caches = [cache for cache in (self._cache, self._drafts.cache) if cache]
 
     def rounds(self) -> Iterator[Sequence[BeamSearch]]:

@@ -214,7 +214,15 @@ class AheadDrafter:
         lacking = [gamma - count for gamma, count in zip(gammas, ready, strict=True)]
         rng = Since(context.rng, tuple(text.base for text in self._texts))
         fresh = self._propose(context, rng, lacking)
-        draft = self._joined(fresh, ready) if any(ready) else fresh
+        draft = fresh
+        if any(ready):
+            laws = [self._law(text, fresh, place) for place, text in enumerate(self._texts)]
+            drafted = [text.shadow.tokens[text.base :] for text in self._texts]
+            new = [tokens[:length] for tokens, length in zip(fresh.tokens.tolist(), fresh.lengths, strict=True)]
+            tokens = padded([[*old, *more] for old, more in zip(drafted, new, strict=True)], self.scorer.device)
+            law = Law.join([each.stretched(tokens.shape[1]) for each in laws], 0)
+            lengths = tuple(count + more for count, more in zip(ready, fresh.lengths, strict=True))
+            draft = Draft(tokens, law, lengths, fresh.windowed, ahead=tuple(ready))
         for place, text in enumerate(self._texts):
             text.shadow.tokens += fresh.tokens[place, : fresh.lengths[place]].tolist()
             text.law, text.drafted = None, draft.lengths[place]
@@ -262,15 +270,6 @@ class AheadDrafter:
         ahead there, to keep the window that a draft without drafting ahead would have.
         """
         return self.scorer.context is None or max(lengths) <= self.scorer.context
-
-    def _joined(self, fresh: Draft, ready: Sequence[int]) -> Draft:
-        lengths = tuple(count + more for count, more in zip(ready, fresh.lengths, strict=True))
-        laws = [self._law(text, fresh, place) for place, text in enumerate(self._texts)]
-        drafted = [text.shadow.tokens[text.base :] for text in self._texts]
-        new = [tokens[:length] for tokens, length in zip(fresh.tokens.tolist(), fresh.lengths, strict=True)]
-        tokens = padded([[*old, *more] for old, more in zip(drafted, new, strict=True)], self.scorer.device)
-        law = Law.join([each.stretched(tokens.shape[1]) for each in laws], 0)
-        return Draft(tokens, law, lengths, fresh.windowed, ahead=tuple(ready))
 
     def _law(self, text: ExpectedText, fresh: Draft, place: int) -> Law:
         """Return the law of a row's tokens; for a row without tokens, a placeholder law of the same kind."""

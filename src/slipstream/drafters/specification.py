@@ -127,7 +127,13 @@ def _build(syntax: Syntax, context: BuildContext) -> Drafter:
     if isinstance(syntax, Chain):
         return _chain(syntax.parts, context)
     try:
-        return KINDS[syntax.kind].build(context, syntax.value, **_options(syntax))
+        known, values = KINDS[syntax.kind].options, dict[str, Any]()
+        for name, text in syntax.options:
+            if name not in known:
+                allowed = f"it knows {', '.join(known)}" if known else "it has none"
+                raise ValueError(f"draft {syntax.kind!r} has no option {name!r}: {allowed}.")
+            values[name] = _typed(name, text, known[name])
+        return KINDS[syntax.kind].build(context, syntax.value, **values)
     except ValueError as error:
         if syntax.kind != "model" or "/" in syntax.value or Path(syntax.value).exists():
             raise
@@ -156,16 +162,6 @@ def _chain(parts: Sequence[DrafterTerm], context: BuildContext) -> Drafter:
 
 def forms() -> str:
     return ", ".join(kind.form for kind in KINDS.values())
-
-
-def _options(part: DrafterTerm) -> dict[str, Any]:
-    known, values = KINDS[part.kind].options, {}
-    for name, text in part.options:
-        if name not in known:
-            allowed = f"it knows {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"draft {part.kind!r} has no option {name!r}: {allowed}.")
-        values[name] = _typed(name, text, known[name])
-    return values
 
 
 def _typed(name: str, text: str, kind: Callable[[str], Any]) -> Any:

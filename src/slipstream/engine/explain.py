@@ -82,8 +82,13 @@ class Story:
         """Add a round, in which the text is at `place` -> its line."""
         accepted, emitted = round.accepted[place], round.tokens[place]
         fate = "rejected" if len(emitted) > accepted else "cut"
-        lost = [Span(self._proposed(emitted[:depth], tokens), fate) for depth, tokens in _lost(round, place)]
-        spans = [Span(self._read(token), round.source(place, i)) for i, token in enumerate(emitted)]
+        lost, spans = list[Span](), list[Span]()
+        for depth, tokens in _lost(round, place):
+            reader = Detokenizer(self._decode, [*self._tokens, *emitted[:depth]])
+            lost.append(Span("".join(_closed([self._shown(reader, token) for token in tokens])), fate))
+        for i, token in enumerate(emitted):
+            self._tokens.append(token)
+            spans.append(Span(self._shown(self._reader, token), round.source(place, i)))
         self.spans += spans
         shown = _closed([span.text for span in spans])
         own = [Span(text, spans[-1].kind) for text in shown[accepted:]]
@@ -98,14 +103,6 @@ class Story:
         yield Span(f"{self._decode(source)}\n{begin}" if isinstance(source, tuple) else begin, "prompt")
         shown = _closed([span.text for span in self.spans])
         yield from (Span(text, span.kind) for text, span in zip(shown, self.spans, strict=True))
-
-    def _proposed(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        reader = Detokenizer(self._decode, [*self._tokens, *before])
-        return "".join(_closed([self._shown(reader, token) for token in tokens]))
-
-    def _read(self, token: int) -> str:
-        self._tokens.append(token)
-        return self._shown(self._reader, token)
 
     def _shown(self, reader: Detokenizer, token: int) -> str:
         return END if token in self.row.request.eos else reader.push(token)

@@ -77,26 +77,24 @@ def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
     if task.tgt_lang is not None:
         forced = _language(tokenizer, task.tgt_lang)
     begin = (int(start), *([] if forced is None else [int(forced)]))
-    return SourceFrame(_prefix(model.config, task), begin)
+    prefix = task.prefix or ""
+    if task.name is not None:
+        if task.prefix is not None:
+            raise ValueError(f"task {task.name!r} has a prefix of its own: leave one of them out.")
+        known = getattr(model.config, "task_specific_params", None) or {}
+        if task.name not in known:
+            choice = f"it knows {', '.join(known)}" if known else "it knows none by name"
+            raise ValueError(
+                f"the model does not know the task {task.name!r}: {choice}. A text before each source has a colon in "
+                "it."
+            )
+        prefix = known[task.name].get("prefix") or ""
+    return SourceFrame(prefix, begin)
 
 
 def _first(settings: Any, config: Any, *names: str) -> Any:
     values = (getattr(place, name, None) for name in names for place in (settings, config))
     return next((value for value in values if value is not None), None)
-
-
-def _prefix(config: Any, task: Task) -> str:
-    if task.name is None:
-        return task.prefix or ""
-    if task.prefix is not None:
-        raise ValueError(f"task {task.name!r} has a prefix of its own: leave one of them out.")
-    known = getattr(config, "task_specific_params", None) or {}
-    if task.name not in known:
-        choice = f"it knows {', '.join(known)}" if known else "it knows none by name"
-        raise ValueError(
-            f"the model does not know the task {task.name!r}: {choice}. A text before each source has a colon in it."
-        )
-    return known[task.name].get("prefix") or ""
 
 
 def _language(tokenizer: Any, name: str) -> int:

@@ -26,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The file formats that are opened; Pillow's decoders of other formats are left out because they are rarely used."""
 
 
-def open_image(image: Any, where: str = "an image") -> Image:
+def open_image(image: Any) -> Image:
     """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
     Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels."""
     _needed()
@@ -37,14 +37,14 @@ def open_image(image: Any, where: str = "an image") -> Image:
     if isinstance(image, np.ndarray | Tensor):
         array = np.asarray(image)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
-            about = f"{where} is an array of shape {array.shape} and {array.dtype}"
+            about = f"an image is an array of shape {array.shape} and {array.dtype}"
             raise ValueError(f"{about}: pass one of (height, width, 3) and uint8.")
         return pillow.fromarray(array)
     if not isinstance(image, bytes | str | Path):
         kind = type(image).__name__
-        raise ValueError(f"{where} is of type {kind}: pass an image of Pillow, a file, a data: URL or an array.")
-    with open_file(image, where) as file:
-        return decode(file.read(), where)
+        raise ValueError(f"an image is of type {kind}: pass an image of Pillow, a file, a data: URL or an array.")
+    with open_file(image, "an image") as file:
+        return decode(file.read(), "an image")
 
 
 def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:

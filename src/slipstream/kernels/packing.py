@@ -223,11 +223,11 @@ def has_blocked(dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedModel:
+def packed(model: PreTrainedModel) -> PreTrainedModel:
     """Return a twin of the model that shares everything but its linear layers, which have packed copies of the weights.
 
-    With our kernel, attention runs by it too. The layer `keep` stays as it is. Needs memory for a second copy of the
-    matrices unless the original is dropped. Raises ValueError if `can_pack` is false.
+    With our kernel, attention runs by it too. Needs memory for a second copy of the matrices unless the original is
+    dropped. Raises ValueError if `can_pack` is false.
     """
     if not can_pack(model):
         raise ValueError(
@@ -235,8 +235,7 @@ def packed(model: PreTrainedModel, keep: nn.Module | None = None) -> PreTrainedM
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
     twin = twin_of(model)
-    plain = ((name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear))
-    places = [(name, layer) for name, layer in plain if keep is None or layer.weight is not keep.weight]
+    places = [(name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear)]
     stretch = None
     if kernel_missing() is None:
         stretch = Stretch(sum(panel_bytes(plain_weight(layer)) for _, layer in places))

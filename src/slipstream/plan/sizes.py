@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.protocols import Drafter
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
@@ -76,40 +75,27 @@ def measure_candidates(
     texts: Sequence[tuple[int, ...]],
     gamma: int,
     mode: Mode,
-    step: Callable[[str], None] = lambda what: None,
 ) -> list[Candidate]:
     """Measure the costs of models, given by name, as drafts for an engine's target -> a candidate for each.
-    They draft up to `gamma` tokens a round behind texts (token ids), run in `mode`, and need not be trained."""
-    target, drafters = target_of(engine), dict[str, Drafter]()
-    for name, model in models.items():
-        scorer = load_scorer(copy.deepcopy(model).eval().to(target.model.dtype), mode=mode)
-        drafters[name] = ModelDrafter(scorer, target.vocab)
-    whole = parameters(target.model)
-    costs = draft_costs(engine, drafters, texts, gamma, step)
-    return [Candidate.of(name, parameters(model) / whole, costs[name]) for name, model in models.items()]
 
-
-NEW_TOKENS = 24  # the number of tokens generated behind each text while costs are measured, or more for large gammas
-
-
-def draft_costs(
-    engine: Engine,
-    drafters: Mapping[str, Drafter],
-    texts: Sequence[tuple[int, ...]],
-    gamma: int,
-    step: Callable[[str], None] = lambda what: None,
-) -> dict[str, DraftCosts]:
-    """Measure the costs of each drafter for an engine's target, in real rounds of up to `gamma` tokens.
-    The rounds continue `texts` (token ids), one at a time."""
+    They draft up to `gamma` tokens a round behind texts (token ids), one at a time, run in `mode`, and need not be
+    trained.
+    """
+    target, candidates = target_of(engine), list[Candidate]()
+    scorers = [load_scorer(copy.deepcopy(each).eval().to(target.model.dtype), mode=mode) for each in models.values()]
+    drafters = [ModelDrafter(scorer, target.vocab) for scorer in scorers]
     task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
-    plain, records, _ = sweep(engine.decoder, list(drafters.values()), task, gamma, step)
-    by_name = {}
-    for name, record in zip(drafters, records, strict=True):
+    plain, records, _ = sweep(engine.decoder, drafters, task, gamma, lambda what: None)
+    for (name, model), record in zip(models.items(), records, strict=True):
         costs = record.costs(plain)
         verify = [1.0, *((costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1))]
         rising = tuple(max(1.0, cost) for cost in _rising(verify))
-        by_name[name] = DraftCosts(costs.draft(gamma) / gamma / costs.step, rising)
-    return by_name
+        share = parameters(model) / parameters(target.model)
+        candidates.append(Candidate.of(name, share, DraftCosts(costs.draft(gamma) / gamma / costs.step, rising)))
+    return candidates
+
+
+NEW_TOKENS = 24  # the number of tokens generated behind each text while costs are measured, or more for large gammas
 
 
 def _rising(measured: Sequence[float]) -> list[float]:

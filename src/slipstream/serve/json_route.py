@@ -82,23 +82,23 @@ async def _read(request: Request, model: type[BaseModel]) -> ReadRequest:
 async def off_loop(request: Request, work: Callable[..., Result], *arguments: Any) -> Result:
     """Do work for a request in a thread; for heavy bodies, one piece of work at a time.
     So they take memory, and turns of the interpreter, one by one, and other requests wait for one turn at most."""
+
+    def tried() -> tuple[Result | None, Exception | None]:
+        """Return the result of work, or its error: one that a future raised would be part of a cycle with it."""
+        try:
+            return work(*arguments), None
+        except Exception as error:
+            return None, error
+
     alone = request.app.state.server.heavy if getattr(request.state, "heavy", False) else nullcontext()
     async with alone:
-        result, error = await run_in_threadpool(_tried, work, *arguments)
+        result, error = await run_in_threadpool(tried)
     try:
         if error is not None:
             raise error
         return cast("Result", result)
     finally:
         del error  # a cycle with its own traceback, which holds the body until a garbage collection
-
-
-def _tried(work: Callable[..., Result], *arguments: Any) -> tuple[Result | None, Exception | None]:
-    """Return the result of work, or its error: one that a future raised would be part of a cycle with it."""
-    try:
-        return work(*arguments), None
-    except Exception as error:
-        return None, error
 
 
 def _is_json(request: Request) -> bool:

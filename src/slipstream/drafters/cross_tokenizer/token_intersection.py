@@ -57,24 +57,19 @@ class TokenIntersection(Drafter):
                 logits = reader.feed(counterparts, [int(i < wanted) for wanted in left])
             else:
                 logits = reader.catch_up(max(left))
-            law, left = self._law(context, logits, tokens, left)
-            return law if max(left) > i else None
+            common = self.common.translate(logits)
+            hopeless = common.amax((1, 2)) == float("-inf")  # (rows,): the draft gives no common token any chance
+            common = common.masked_fill(hopeless[:, None, None], 0)
+            law, faults = context.law_and_faults(common, Prefixes.chain(tokens, 1), self.scorer.name)
+            for place, _ in faults:  # the settings forbid all common tokens
+                hopeless[place] = True
+            left = [min(wanted, i) if end else wanted for wanted, end in zip(left, hopeless.tolist(), strict=True)]
+            return law.bare() if max(left) > i else None
 
         draft = sample_chain(context, law_after, left, self.scorer.device)
         if draft.law is None:
             return draft
         return replace(draft, lengths=tuple(left), windowed=reader.windowed(left))
-
-    def _law(self, context: Context, logits: Tensor, tokens: Tensor, left: list[int]) -> tuple[Law, list[int]]:
-        """Return q of the next position, and the numbers of tokens to draft, cut for rows without a possible token."""
-        common = self.common.translate(logits)
-        hopeless = common.amax((1, 2)) == float("-inf")  # (rows,): the draft gives no common token any chance
-        common = common.masked_fill(hopeless[:, None, None], 0)
-        law, faults = context.law_and_faults(common, Prefixes.chain(tokens, 1), self.scorer.name)
-        for place, _ in faults:  # the settings forbid all common tokens
-            hopeless[place] = True
-        ends = zip(left, hopeless.tolist(), strict=True)
-        return law.bare(), [min(wanted, tokens.shape[1]) if end else wanted for wanted, end in ends]
 
 
 TAIL = 48  # the number of characters before the drafted text that are encoded together with it

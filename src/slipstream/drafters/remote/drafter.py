@@ -155,9 +155,11 @@ class RemoteDrafter(Drafter):
             return [None] * len(gammas)
         key, most = context.key(Purpose.DRAFT), max(gammas)
         present = _chances(context, key, most)
-        further = [gamma + 1 for gamma in gammas]
-        later = _chances(context, _moved(key, further), most) if self.ahead else present
-        ahead = self.ahead
+        ahead, later = self.ahead, present
+        if ahead:
+            origins = tuple(origin + gamma + 1 for origin, gamma in zip(key.origins, gammas, strict=True))
+            positions = tuple(position + gamma + 1 for position, gamma in zip(key.positions, gammas, strict=True))
+            later = _chances(context, replace(key, origins=origins, positions=positions), most)
         return [
             None if now is None or then is None else (tuple(now[:gamma]), tuple(then[:gamma]) if ahead else ())
             for gamma, now, then in zip(gammas, present, later, strict=True)
@@ -230,9 +232,3 @@ def _chances(context: Context, key: Key, positions: int) -> list[list[float] | N
         return list(chances)
     alone = [context.rng.select([place]).chances(key.select([place]), positions) for place in range(len(context.rows))]
     return [None if each is None else each[0] for each in alone]
-
-
-def _moved(key: Key, tokens: Sequence[int]) -> Key:
-    origins = tuple(origin + more for origin, more in zip(key.origins, tokens, strict=True))
-    positions = tuple(position + more for position, more in zip(key.positions, tokens, strict=True))
-    return replace(key, origins=origins, positions=positions)

@@ -268,18 +268,13 @@ def load_gguf(
     model, about = assembled(type(skeleton), config, weights.tensors, weights.stored, wanted, reading, options)
     model.config.name_or_path = str(path)
     model.generation_config = generation_config_of(file)
-    model.notes = _notes(path.name, weights, reading)
-    return model, about
-
-
-def _notes(name: str, weights: GgufWeights, reading: Reading) -> list[str]:
-    notes = list[str]()
+    model.notes = []
     if weights.stored and reading.activations == INT8:
-        notes.append(
-            f"{name} multiplies inputs rounded to 8 bits, as llama.cpp does; activations='float' "
+        model.notes.append(
+            f"{path.name} multiplies inputs rounded to 8 bits, as llama.cpp does; activations='float' "
             "(--activations float) leaves them unrounded."
         )
     if weights.dequantized:
-        formats, why = ", ".join(sorted(weights.dequantized)), "" if reading.dequantize else " have no kernel, and"
-        notes.append(f"weights of {name} in {formats}{why} were dequantized.")
-    return notes
+        names, why = ", ".join(sorted(weights.dequantized)), "" if reading.dequantize else " have no kernel, and"
+        model.notes.append(f"weights of {path.name} in {names}{why} were dequantized.")
+    return model, about

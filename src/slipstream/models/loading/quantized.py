@@ -113,7 +113,7 @@ def assembled(
     """Make a model of tensors and of layers `stored` in codes, both by name -> the model and a loading report.
 
     A head that is tied to embeddings in codes reads the same codes. Raises ValueError, whose message is only the fault,
-    if transformers did not put a layer in its place.
+    if a layer is not among the model's linear layers and embeddings.
     """
     if reading.dequantize:
         tensors, stored = tensors | {f"{name}.weight": layer.weight() for name, layer in stored.items()}, {}
@@ -123,7 +123,25 @@ def assembled(
     model, about = model_class.from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
     )
-    _fill(model, {blank.data_ptr(): stored[name] for name, blank in blanks.items()}, reading.activations == INT8)
+    by_address = {blank.data_ptr(): stored[name] for name, blank in blanks.items()}
+    left = set(by_address)
+    for name, layer in [*model.named_modules()]:
+        linear = type(layer) is nn.Linear
+        codes = by_address.get(layer.weight.data_ptr()) if linear or can_embed(layer) else None
+        if codes is None:
+            continue
+        left.discard(layer.weight.data_ptr())
+        made = (
+            QuantizedLinear(codes.precision, codes.panels, layer, codes.order, reading.activations == INT8)
+            if linear
+            else QuantizedEmbedding(codes.precision, codes.panels, layer)
+        )
+        model.set_submodule(name, made)
+    if left:
+        raise ValueError(
+            f"{len(left)} of its quantized layers are merged with others by transformers, as experts are: take an "
+            "unquantized copy of the model, and quantize='int4' if it is to be small"
+        )
     return model, about
 
 
@@ -146,28 +164,3 @@ def _read(form: StoredFormat, tensors: dict[str, Tensor], name: str) -> StoredLi
         raise ValueError(f"{name} has no {error.args[0]}: the files do not belong together") from error
     except RuntimeError as error:
         raise ValueError(f"the tensors of {name} have other shapes than they should have") from error
-
-
-def _fill(model: PreTrainedModel, stored: dict[int, StoredLinear], whole: bool) -> None:
-    """Put each stored layer in the place of its blank weight, by the blank's address.
-
-    Raises ValueError, whose message is only the fault, if a blank is not in a linear layer or embeddings of the model.
-    """
-    left = set(stored)
-    for name, layer in [*model.named_modules()]:
-        linear = type(layer) is nn.Linear
-        codes = stored.get(layer.weight.data_ptr()) if linear or can_embed(layer) else None
-        if codes is None:
-            continue
-        left.discard(layer.weight.data_ptr())
-        made = (
-            QuantizedLinear(codes.precision, codes.panels, layer, codes.order, whole)
-            if linear
-            else QuantizedEmbedding(codes.precision, codes.panels, layer)
-        )
-        model.set_submodule(name, made)
-    if left:
-        raise ValueError(
-            f"{len(left)} of its quantized layers are merged with others by transformers, as experts are: take an "
-            "unquantized copy of the model, and quantize='int4' if it is to be small"
-        )

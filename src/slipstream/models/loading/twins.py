@@ -35,10 +35,10 @@ from slipstream.models.loading.kept_codes import codes_of
 from slipstream.models.recurrent.calls import calls_of
 
 
-def packed_twin(model: PreTrainedModel, name: str, keep: nn.Module | None = None) -> PreTrainedModel:
-    """Return a twin of the model with packed weights, except those of the layer `keep`.
+def packed_twin(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return a twin of the model with packed weights.
     The model itself is returned if its layers do not run packed, or, with a warning, if the twin gives other logits."""
-    twin = packed(model, keep)
+    twin = packed(model)
     if is_proven(model):
         return twin
     try:

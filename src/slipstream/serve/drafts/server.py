@@ -216,15 +216,16 @@ class Client:
 
     def send(self, frame: Frame) -> None:
         """Send a frame; may be called from any thread."""
-        with suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(self._write, encode(frame))
+        data, transport = encode(frame), self.writer.transport
 
-    def _write(self, data: bytes) -> None:
-        transport = self.writer.transport
-        if transport.get_write_buffer_size() > self.unsent:  # a client that sends requests and reads no answers
-            transport.abort()
-        elif not transport.is_closing():
-            self.writer.write(data)
+        def write() -> None:
+            if transport.get_write_buffer_size() > self.unsent:  # a client that sends requests and reads no answers
+                transport.abort()
+            elif not transport.is_closing():
+                self.writer.write(data)
+
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(write)
 
 
 class DraftServer:
@@ -252,7 +253,12 @@ class DraftServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._meet, sock=self.listener, ssl=self.tls)
+        def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = self._loop.create_task(self._talk(reader, writer))
+            self._talks[task] = writer
+            task.add_done_callback(self._talks.pop)
+
+        server = await asyncio.start_server(meet, sock=self.listener, ssl=self.tls)
         await self._stopping.wait()
         # asyncio leaves sockets open that it has accepted, but not yet begun to serve, when the server is closed.
         with suppress(NotImplementedError):  # Windows' event loop accepts in another way
@@ -267,11 +273,6 @@ class DraftServer:
                 else:
                     task.cancel()
             await asyncio.wait(rest, timeout=0.1)
-
-    def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._talk(reader, writer))
-        self._talks[task] = writer
-        task.add_done_callback(self._talks.pop)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = next(self._numbers)
