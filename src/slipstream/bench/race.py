@@ -43,7 +43,12 @@ def measure(
     """
     everyone = contenders or line_up(engine, settings)
     texts = tuple(engine.encode(prompt) for prompt in prompts)
-    _check(engine, texts, settings)
+    if len(texts) < (most := max(settings.batches)):
+        raise ValueError(f"a batch of {most} needs as many prompts, but there are {len(texts)}.")
+    longest = (len(engine.frame.begin) if engine.frame else max(map(len, texts))) + settings.max_new_tokens
+    for scorer in scorers(engine.decoder):
+        if scorer.context and longest > scorer.context:
+            raise ValueError(f"prompt and new tokens are up to {longest}, but {scorer.name} holds {scorer.context}.")
     eos = frozenset() if settings.ignore_eos else engine.eos
     races = [(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]
     able = {batch: [each for each in everyone if batch <= each.largest_batch] for batch in settings.batches}
@@ -59,16 +64,6 @@ def measure(
     except KeyboardInterrupt:
         report.interrupted = True
     return report
-
-
-def _check(engine: Engine, texts: Sequence[Sequence[int]], settings: BenchSettings) -> None:
-    if len(texts) < (batch := max(settings.batches)):
-        raise ValueError(f"a batch of {batch} needs as many prompts, but there are {len(texts)}.")
-    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
-    longest = begin + settings.max_new_tokens
-    for name, context in ((scorer.name, scorer.context) for scorer in scorers(engine.decoder)):
-        if context and longest > context:
-            raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")
 
 
 def run_race(
@@ -136,6 +131,11 @@ def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetiti
         return [outputs[contender] for outputs in repetitions] if contender else []
 
     runs, plain, generate = [outputs[contender] for outputs in repetitions], runs_of(PLAIN), runs_of(GENERATE)
+    calls = dict[str, Any]()
+    if all(run.calls for run in runs):
+        calls["milliseconds_per_call"] = spread([1000 * run.seconds / run.calls for run in runs])
+        if task.batch == 1:  # in a larger batch a call serves rows that end at different times
+            calls["mean_acceptance_length"] = sum(run.emitted for run in runs) / sum(run.calls for run in runs)
     return Result(
         *(contender.name, task.batch, task.temperature, contender.gamma),
         *(contender.draft, contender.rule, contender.execution, len(task.prompts)),
@@ -146,7 +146,7 @@ def result(contender: Contender, task: BenchTask, repetitions: Sequence[Repetiti
         ratio_to_transformers=_over(runs, generate),
         matches_plain=None if task.temperature or not plain else _matches(runs, plain),
         matches_transformers=None if task.temperature or not generate else _matches(runs, generate),
-        **_calls(runs, task.batch) | inside(runs),
+        **calls | inside(runs),
     )
 
 
@@ -157,15 +157,6 @@ def _over(runs: Sequence[Output], baseline: Sequence[Output]) -> Spread | None:
 def _matches(runs: Sequence[Output], baseline: Sequence[Output]) -> int:
     same = [map(eq, run.tokens, base.tokens) for run, base in zip(runs, baseline, strict=True)]
     return sum(map(all, zip(*same, strict=True)))
-
-
-def _calls(runs: Sequence[Output], batch: int) -> dict[str, Any]:
-    if not all(run.calls for run in runs):
-        return {}
-    figures: dict[str, Any] = {"milliseconds_per_call": spread([1000 * run.seconds / run.calls for run in runs])}
-    if batch == 1:  # in a larger batch a call serves rows that end at different times
-        figures["mean_acceptance_length"] = sum(run.emitted for run in runs) / sum(run.calls for run in runs)
-    return figures
 
 
 def inside(runs: Sequence[Output]) -> dict[str, Any]:

@@ -198,19 +198,17 @@ class Replay:
         if law.point:
             assert law.tokens is not None
             return law.tokens
-        picks = [self._pick(law.dense.shape[-1]) for _ in range(law.positions)]
+        picks = list[int]()
+        for _ in range(law.positions):  # the next choice among all outcomes: a given one, or the first
+            if (size := law.dense.shape[-1]) > CHOICES:
+                raise TooMany
+            if len(self.sizes) == len(self.choices):
+                self.choices.append(0)
+            self.sizes.append(size)
+            picks.append(self.choices[len(self.sizes) - 1])
         tokens = torch.tensor(picks).expand(law.rows, -1)
         self.chance = self.chance * (law.of(tokens) / law.dense.sum(-1)).double().nan_to_num().prod(-1)
         return tokens
-
-    def _pick(self, size: int) -> int:
-        """Return the next choice among `size` outcomes: a given one, or the first. Raises TooMany."""
-        if size > CHOICES:
-            raise TooMany
-        if len(self.sizes) == len(self.choices):
-            self.choices.append(0)
-        self.sizes.append(size)
-        return self.choices[len(self.sizes) - 1]
 
     def following(self) -> list[int] | None:
         """Return the next choices, depth first; None after the last."""

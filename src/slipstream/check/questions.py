@@ -127,11 +127,17 @@ def sampling(case: Case, sampler: Sampling) -> CheckHalf:
     sampled = any(not pair.copied for pair in observed.pairs)
     cut = any(pair.lacking > LACKING and not pair.copied for pair in wide_pairs(observed.pairs, observed.form))
     wrong = broken(case.rule, greedy=False, sampled=sampled, cut=cut)
-    controls = tuple(_sampling_control(case, sampler, rule, observed) for rule in wrong)
+    controls = list[Control]()
+    for rule in wrong:
+        refuted = [about_rule(rule, observed), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
+        if coupled:
+            texts = watch(case.under(rule), _control_requests(case, sampler)).texts
+            refuted.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.rng)))
+        controls.append(Control(rule.name, tuple(test.name for test in refuted if not test.passed)))
     needed = ("rule", "samples", "same seed") if coupled else ("rule", "samples")
     name = f"sampling, temperature {sampler.temperature:g}"
     enough = max(CheckSettings.samples, 4 * case.settings.samples)
-    return CheckHalf(name, tuple(tests), controls, named(case, comparison), needed, enough)
+    return CheckHalf(name, tuple(tests), tuple(controls), named(case, comparison), needed, enough)
 
 
 def about_rule(rule: Rule, observed: Observations) -> Finding:
@@ -172,14 +178,6 @@ def _samples(case: Case, sampler: Sampling, rule: Rule, moved: float, control: b
         return control and samples.p_value < FALSE_ALARM
 
     return take(decoder, requests, moved, on_texts)
-
-
-def _sampling_control(case: Case, sampler: Sampling, rule: Rule, observed: Observations) -> Control:
-    tests = [about_rule(rule, observed), about_samples(_samples(case, sampler, rule, 0.0, control=True))]
-    if case.rule.rng.coupled:
-        texts = watch(case.under(rule), _control_requests(case, sampler)).texts
-        tests.append(about_choices("same seed", case, compare(case.decoder.target, texts, case.rule.rng)))
-    return Control(rule.name, tuple(test.name for test in tests if not test.passed))
 
 
 def _control_requests(case: Case, sampler: Sampling) -> list[Request]:

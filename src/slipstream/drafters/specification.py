@@ -204,15 +204,9 @@ def tried(draft: str, context: BuildContext) -> Offer:
         built = drafter(draft, context)
     except (ValueError, OSError) as error:
         return Offer(draft, False, " ".join(str(error).split()))
-    return Offer(
-        draft, True, "; ".join(filter(None, [_about(draft), getattr(built, "facts", ""), *context.notes[known:]]))
-    )
-
-
-def _about(draft: str) -> str:
-    syntax = parse(draft)
+    syntax, about = parse(draft), "a chain: each drafts for the next, the last for the target"
     if isinstance(syntax, DrafterTerm):
-        return KINDS[syntax.kind].about
-    if isinstance(syntax, OneOf):
-        return "a choice: the fastest so far" if syntax.measured else "a choice: for each text the first that can"
-    return "a chain: each drafts for the next, the last for the target"
+        about = KINDS[syntax.kind].about
+    elif isinstance(syntax, OneOf):
+        about = "a choice: the fastest so far" if syntax.measured else "a choice: for each text the first that can"
+    return Offer(draft, True, "; ".join(filter(None, [about, getattr(built, "facts", ""), *context.notes[known:]])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from dataclasses import dataclass
 from email.message import Message
@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from slipstream.serve.body import Addressed, ignored
 from slipstream.serve.faults import BadRequest
-from slipstream.serve.settings import Limits
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
@@ -68,12 +67,21 @@ async def _read(request: Request, model: type[BaseModel]) -> ReadRequest:
     """Read and validate a body; a few heavy ones at a time, since their bytes take memory."""
     server, length = request.app.state.server, request.headers.get("content-length", "")
     request.state.heavy = heavy = not length.isdecimal() or int(length) > LIGHT
-    read = ReadRequest(request.scope, request.receive)
+    read, limits = ReadRequest(request.scope, request.receive), server.settings.limits
+
+    def validated(pieces: list[bytes]) -> tuple[BaseModel, list[str]]:
+        """Return the model of a body, and its fields without effect, which the answer will name."""
+        content = read_json(b"".join(pieces), limits.values)
+        try:
+            made = model.model_validate(content)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(include_url=False), body=content) from None
+        return made, [*ignored(made)]
+
     async with server.readers if heavy else nullcontext():
         if content := [piece async for piece in request.stream() if piece]:
             request.state.size = sum(map(len, content))
-            limits = server.settings.limits
-            read.content, request.state.ignored = await off_loop(request, _validated, content, model, limits)
+            read.content, request.state.ignored = await off_loop(request, validated, content)
     if isinstance(read.content, Addressed):
         server.check_model(read.content.model)
     return read
@@ -106,17 +114,6 @@ def _is_json(request: Request) -> bool:
     header["content-type"] = request.headers.get("content-type", "text/plain")
     subtype = header.get_content_subtype()
     return header.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
-
-
-def _validated(pieces: Sequence[bytes], model: type[BaseModel], limits: Limits) -> tuple[BaseModel, list[str]]:
-    """Return the model of a body, and its fields without effect, which the answer will name.
-    Raises BadRequest, or RequestValidationError for a body that does not fit."""
-    content = read_json(b"".join(pieces), limits.values)
-    try:
-        made = model.model_validate(content)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False), body=content) from None
-    return made, [*ignored(made)]
 
 
 def read_json(body: bytes, most: int) -> Any:

@@ -259,7 +259,15 @@ class Conversations:
                 raise NoSuchResponse(f"previous_response_id is {body.previous_response_id!r}", "previous_response_id")
             before = found
         given = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-        new = [self._item(each.id, tenant) if isinstance(each, InputReference) else each for each in given]
+        new = list[Kept]()
+        for each in given:
+            if isinstance(each, InputReference):
+                conversations = (kept for (owner, _), kept in reversed(self._kept.items()) if owner == tenant)
+                if (found := next((kept for kept in conversations if each.id in kept.answered), None)) is None:
+                    raise NoSuchResponse(f"input refers to the item {each.id!r}", "input")
+                new.append(found.answered[each.id])
+            else:
+                new.append(each)
         return StoredConversation(tenant, (*before.items, *new), {}, before.size + size)
 
     def find(self, response: str, tenant: str) -> ResponseAnswer:
@@ -279,9 +287,3 @@ class Conversations:
         self._total += conversation.size
         while len(self._kept) > self._most or self._total > self._size:
             self._total -= self._kept.popitem(last=False)[1].size
-
-    def _item(self, name: str, tenant: str) -> Kept:
-        for (owner, _), conversation in reversed(self._kept.items()):
-            if owner == tenant and name in conversation.answered:
-                return conversation.answered[name]
-        raise NoSuchResponse(f"input refers to the item {name!r}", "input")

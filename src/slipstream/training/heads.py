@@ -101,8 +101,13 @@ class HeadTrainer:
         If interrupted, it saves its state. Raises FloatingPointError, and saves nothing, if the target or the heads
         compute numbers that are not finite.
         """
+
+        def loss(step: int, used: float) -> tuple[Tensor, int]:
+            p, log_q = self._laws(self.windows.random(self.settings.rows, self.settings.seed, step))
+            return -(p * log_q).sum(-1).mean(), self.settings.rows * self.settings.length
+
         try:
-            self._trainer.train(self._loss, watch)
+            self._trainer.train(loss, watch)
         except Diverged as fault:
             raise self._diverged() from fault
         report = self.report()
@@ -130,11 +135,6 @@ class HeadTrainer:
             "lesson": asdict(self.settings),
             "text_tokens": len(self.windows.text),
         }
-
-    def _loss(self, step: int, used: float) -> tuple[Tensor, int]:
-        settings = self.settings
-        p, log_q = self._laws(self.windows.random(settings.rows, settings.seed, step))
-        return -(p * log_q).sum(-1).mean(), settings.rows * settings.length
 
     def _laws(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target's laws p and the heads' log q on windows (rows, length).

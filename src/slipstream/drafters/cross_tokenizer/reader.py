@@ -117,38 +117,30 @@ class RetokenizedRow:
         text = ""
         for token in tokens[self.read :]:
             piece = self._target.piece(token)
-            if piece is None:
+            if piece is not None:
+                if not self._begun and self._target.strips:
+                    piece = piece.removeprefix(b" ")
+                self._begun = True
+                complete = self._characters.decode(piece)
+                text += complete
+                if not self._characters.getstate()[0]:
+                    self._held = []
+                elif complete:  # the token ends one character and begins another
+                    self._held = [ABSENT]
+                else:
+                    self._held.append(int(self._common.to_draft[token]))
+            else:  # a special token
                 self._encoding.write(text)
                 text = ""
-                self._pass(token)
-            else:
-                text += self._complete(token, piece)
+                # Each tokenizer puts its own tokens before a text.
+                if self._begun or self._target.prefix[self.read : self.read + 1] != (token,):
+                    counterpart = self._common.special.get(token)
+                    self._before += [*self._encoding.ids, *([] if counterpart is None else [counterpart])]
+                    self._encoding = Encoding(self._draft)
+                    self._characters.reset()
+                    self._held = []
             self.read += 1
         self._encoding.write(text)
-
-    def _complete(self, token: int, piece: bytes) -> str:
-        if not self._begun and self._target.strips:
-            piece = piece.removeprefix(b" ")
-        self._begun = True
-        text = self._characters.decode(piece)
-        if not self._characters.getstate()[0]:
-            self._held = []
-        elif text:  # the token ends one character and begins another
-            self._held = [ABSENT]
-        else:
-            self._held.append(int(self._common.to_draft[token]))
-        return text
-
-    def _pass(self, token: int) -> None:
-        if self._target.prefix[self.read : self.read + 1] == (token,) and not self._begun:
-            return  # each tokenizer puts its own tokens before a text
-        counterpart = self._common.special.get(token)
-        self._before += self._encoding.ids
-        if counterpart is not None:
-            self._before.append(counterpart)
-        self._encoding = Encoding(self._draft)
-        self._characters.reset()
-        self._held = []
 
 
 class RetokenizingReader:

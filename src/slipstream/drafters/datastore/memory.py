@@ -135,7 +135,12 @@ class ResponseMemory:
                 )
                 failing.callback(connection.close)
                 _settle(connection)
-                _create(connection, self._about)
+                if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'about'").fetchone()[0]:
+                    connection.execute("BEGIN IMMEDIATE")
+                    for statement in filter(str.strip, SCHEMA.split(";")):
+                        connection.execute(statement)
+                    connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", self._about.items())
+                    connection.execute("COMMIT")
                 about = dict(connection.execute("SELECT name, value FROM about"))
                 for name, wanted in self._about.items():
                     stored = about.get(name, "")
@@ -276,13 +281,3 @@ def _settle(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA secure_delete = ON")
-
-
-def _create(connection: sqlite3.Connection, about: dict[str, str]) -> None:
-    if connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'about'").fetchone()[0]:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in filter(str.strip, SCHEMA.split(";")):
-        connection.execute(statement)
-    connection.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", about.items())
-    connection.execute("COMMIT")

@@ -123,8 +123,12 @@ class Batch:
         simple = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in self.criteria)
         room = self.limit - self.ids.shape[1]
         requests = []
+        alone = self.scores or self.logits or not all(map(_treats_rows_alike, self.processors))
+        prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         for row, prompt in enumerate(each.tokens for each in self.prompts):
-            if (kind := self._kind(row)) not in samplings:
+            # Rows of the same kind share their Sampling, so that their laws are computed together.
+            kind: Any = row if alone else () if prefix_free else (self.prompts[row].head, self.prompts[row].hidden)
+            if kind not in samplings:
                 chain = [self._adapt(processor, row, away) for processor in self.processors]
                 chain = [*self.logits[row : row + 1], *chain, *self.scores[row : row + 1]]
                 samplings[kind] = Sampling(temperature=float(bool(self.config.do_sample)), processors=chain)
@@ -134,13 +138,6 @@ class Batch:
             requests.append(Request(prompt, samplings[kind], room, eos, seed, key, stop, cache_salt=salt))
             copies[prompt] += 1
         return requests
-
-    def _kind(self, row: int) -> Any:
-        """Return a key; rows with the same key share their Sampling, so that their laws are computed together."""
-        if self.scores or self.logits or not all(map(_treats_rows_alike, self.processors)):
-            return row
-        prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
-        return () if prefix_free else (self.prompts[row].head, self.prompts[row].hidden)
 
     def _adapt(self, processor: Any, row: int, away: bool) -> Processor:
         """Return the processor for one row: itself if it reads the text alone, else called as `generate` would."""

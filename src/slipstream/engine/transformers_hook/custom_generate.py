@@ -80,7 +80,10 @@ class BeamCall:
                 "leave it out."
             )
         self.beams, self.config = beams, config
-        once = {name: _unrepeated(value, len(input_ids), beams.num_beams) for name, value in inputs.items()}
+        once = dict(inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == len(input_ids):
+                once[name] = value[:: beams.num_beams]  # it was repeated for every beam
         ids = input_ids[:: beams.num_beams]
         plain = copy(config)
         plain.return_dict_in_generate = False  # neither scores by step nor a cache are kept
@@ -109,11 +112,6 @@ class BeamCall:
             return sequences, stats
         scores = torch.tensor([each.score for each in texts], device=ids.device) if self.config.output_scores else None
         return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores), stats
-
-
-def _unrepeated(value: Any, rows: int, beams: int) -> Any:
-    """Return every beams-th row of a tensor that was repeated for every beam; other values as they are."""
-    return value[::beams] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
 
 
 Source: TypeAlias = str | Path | PreTrainedModel  # A hub name, a folder or a loaded model

@@ -70,20 +70,17 @@ def load_processor(name: str | Path) -> Any:
     try:
         return AutoProcessor.from_pretrained(name)
     except Exception as error:  # of any type, depending on the files
-        kind = _kind(name) if "torchvision" in str(error).lower() else None
+        if "torchvision" not in str(error).lower():
+            raise
+        settings, _ = ProcessorMixin.get_processor_dict(name)
+        kind: Any = getattr(transformers, settings.get("processor_class") or "", None)
+        kind = kind or PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(name)), None)
         if kind is None or VIDEOS not in kind.get_attributes():
             raise
         settings, _ = kind.get_processor_dict(name)
         parts = [PARTS[part](name) for part in kind.get_attributes()]
         without: Any = type(kind.__name__, (TakesNoVideos, kind), {})
         return without.from_args_and_dict(parts, settings)
-
-
-def _kind(name: str | Path) -> Any:
-    """Return the class of the processor stored with a model, as its files name it; None if they name no known one."""
-    settings, _ = ProcessorMixin.get_processor_dict(name)
-    known = getattr(transformers, settings.get("processor_class") or "", None)
-    return known or PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(name)), None)
 
 
 Layers = dict[int, tuple[Tensor, Tensor]]  # keys and values (heads, count, head_dim), by the number of the layer

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 
-from slipstream.engine.requests import Chat
 from slipstream.serve import answers
 from slipstream.serve.chats import chat_of
 from slipstream.serve.faults import BadRequest, NotServed
@@ -99,27 +98,27 @@ async def tokenize(body: Once[TokenizeRequest], request: Request) -> Response:
         names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         asked = ChatRequest.of({name: getattr(body, name) for name in names})
         chat = await chat_of(asked, Tools(asked, state), request)
-    return await off_loop(request, _tokenized, state, body, chat)
 
-
-def _tokenized(state: ServerState, body: TokenizeRequest, chat: Chat | None) -> Response:
-    if chat is not None:
-        ids = state.encode(chat, "messages")
-    else:
-        llama = body.content is not None
-        text, special = (body.content, body.add_special) if llama else (body.prompt, body.add_special_tokens)
-        state.check_length("content" if llama else "prompt", text)
-        ids = list(state.engine.tokenizer.encode(text, add_special_tokens=special))
-    strings = [state.spelling.text(token) for token in ids] if body.return_token_strs or body.with_pieces else []
-    pieces = [answers.TokenPiece(id=token, piece=text) for token, text in zip(ids, strings, strict=False)]
-    return answered(
-        answers.Tokenized(
-            count=len(ids),
-            max_model_len=state.engine.decoder.target.context,
-            tokens=pieces if body.with_pieces else ids,
-            token_strs=strings if body.return_token_strs else None,
+    def tokenized() -> Response:
+        if chat is not None:
+            ids = state.encode(chat, "messages")
+        else:
+            llama = body.content is not None
+            text, special = (body.content, body.add_special) if llama else (body.prompt, body.add_special_tokens)
+            state.check_length("content" if llama else "prompt", text)
+            ids = list(state.engine.tokenizer.encode(text, add_special_tokens=special))
+        strings = [state.spelling.text(token) for token in ids] if body.return_token_strs or body.with_pieces else []
+        pieces = [answers.TokenPiece(id=token, piece=text) for token, text in zip(ids, strings, strict=False)]
+        return answered(
+            answers.Tokenized(
+                count=len(ids),
+                max_model_len=state.engine.decoder.target.context,
+                tokens=pieces if body.with_pieces else ids,
+                token_strs=strings if body.return_token_strs else None,
+            )
         )
-    )
+
+    return await off_loop(request, tokenized)
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
