@@ -188,8 +188,10 @@ def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: 
     if not os.access(path, os.R_OK):
         raise _refused(path, "it exists and cannot be read; name another file")
     ours = kind.recognises(file)
-    if any(_is_input(file, Path(input_path), ours) for input_path in inputs):
-        raise _refused(path, "it is an input of this command; name another file")
+    for each in map(Path, inputs):
+        inside = each.is_dir() and not ours and file.resolve().is_relative_to(each.resolve())
+        if inside or (each.exists() and file.samefile(each)):
+            raise _refused(path, "it is an input of this command; name another file")
     if not (ours or force or not file.stat().st_size):
         raise _refused(path, f"it exists and is no {kind.what}; name another file, or replace it with --force")
 
@@ -210,13 +212,6 @@ def check_folder(
 
 def _refused(path: Name, why: str) -> ValueError:
     return ValueError(f"cannot write {os.fspath(path)}: {why}.")
-
-
-def _is_input(file: Path, input_path: Path, ours: bool) -> bool:
-    """Return whether a file is an input: `input_path`, or in that folder, unless an earlier run wrote it there."""
-    if input_path.is_dir():
-        return not ours and file.resolve().is_relative_to(input_path.resolve())
-    return input_path.exists() and file.samefile(input_path)
 
 
 def _beginning(path: Path, count: int) -> bytes:

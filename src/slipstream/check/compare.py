@@ -178,21 +178,18 @@ class Endings:
 
 def endings(decoder: Decoder, texts: Sequence[RecordedText]) -> Endings:
     """Check how texts end, and how they end if a token from inside an accepted draft is made an end token."""
-    requests = [ended for text in texts if (ended := _cut(text))]
+    requests = list[Request]()
+    for text in texts:  # with the first new token that is not the last of its round as another end token
+        seen = set[int]()
+        for emission in text.emissions:
+            if emission.inside and emission.token not in seen:
+                requests.append(replace(text.row.request, eos=text.row.request.eos | {emission.token}))
+                break
+            seen.add(emission.token)
     again = succeeded(generate(decoder, requests))
     rows = [*(text.row for text in texts), *again]
     faults = [fault for row in rows for fault in _faults(row, decoder.target)]
     return Endings(tuple(faults), sum(row.finish_reason == "stop" for row in again))
-
-
-def _cut(text: RecordedText) -> Request | None:
-    """Return the request with another end token: the first new token that is not the last of its round, else None."""
-    seen = set[int]()
-    for emission in text.emissions:
-        if emission.inside and emission.token not in seen:
-            return replace(text.row.request, eos=text.row.request.eos | {emission.token})
-        seen.add(emission.token)
-    return None
 
 
 def _faults(row: Row, target: Scorer) -> list[str]:

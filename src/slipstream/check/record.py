@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.check.enumeration import CHAINS, PATHS, TREES, WIDE, DraftShape, Pair, normed
-from slipstream.core.draft import ABSENT, Draft, ScopedDraft, Verdict, ancestors
+from slipstream.core.draft import ABSENT, Draft, Verdict, ancestors
 from slipstream.core.draws import Key, Purpose, Rng, inverse
 from slipstream.core.law import Law, distance, total_variation
 from slipstream.core.protocols import Scorer
@@ -281,27 +281,23 @@ def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> 
         laws, tokens = list[Law](), list[int]()
         for part in draft.parts:
             if row in part.rows:
-                law, new = _of_part(
-                    part, row, recorder.draws((*scope, *([part.scope] if part.scope else [])), Purpose.NEXT)
-                )
-                laws, tokens = [*laws, law], [*tokens, *new]
+                place, drafted = torch.tensor([row]), part.draft.tokens[row]
+                if part.verdict is None:
+                    assert part.draft.law is not None
+                    count = part.draft.lengths[row]
+                    laws.append(part.draft.law.select(place).first(count))
+                    tokens += drafted[:count].tolist()
+                else:
+                    following = recorder.draws((*scope, *([part.scope] if part.scope else [])), Purpose.NEXT)[-1]
+                    assert part.p is not None and following.tokens is not None
+                    accepted = int(part.verdict.accepted[row])
+                    laws.append(part.p.select(place).first(accepted + 1))
+                    tokens += [*drafted[:accepted].tolist(), int(following.tokens[row, 0])]
         assert draft.law is not None
         reported = draft.law.select(torch.tensor([row], device=draft.law.device)).first(length)
         gap = distance(Law.join(laws, 1).first(length), reported).max()
         gaps.append(gap if tokens[:length] == draft.tokens[row, :length].tolist() else torch.ones_like(gap))
     return torch.stack(gaps)
-
-
-def _of_part(part: ScopedDraft, row: int, following: Sequence[Drawn]) -> tuple[Law, list[int]]:
-    place = torch.tensor([row])
-    if part.verdict is None:
-        assert part.draft.law is not None
-        length = part.draft.lengths[row]
-        return part.draft.law.select(place).first(length), part.draft.tokens[row, :length].tolist()
-    assert part.p is not None and following[-1].tokens is not None
-    accepted = int(part.verdict.accepted[row])
-    tokens = [*part.draft.tokens[row, :accepted].tolist(), int(following[-1].tokens[row, 0])]
-    return part.p.select(place).first(accepted + 1), tokens
 
 
 def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:

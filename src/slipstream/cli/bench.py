@@ -152,9 +152,19 @@ def _show(report: BenchReport, screen: Console) -> None:
         screen.print(f"\nbatch {batch}, temperature {temperature:g}: {amount}", style="bold")
         speeds, rounds = figures_table("", *SPEED), figures_table("", *ROUND)
         for row in rows:
-            speeds.add_row(name(row), *_speed(row))
+            speed = row.tokens_per_second
+            ratios = [_number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
+            same = ["-" if same is None else str(same) for same in (row.matches_plain, row.matches_transformers)]
+            middle, low, high = (_number(speed[each], int(speed["max"] < 100)) for each in ("median", "min", "max"))
+            speeds.add_row(name(row), middle, f"{low}-{high}", *ratios, ", ".join(same))
             if row.milliseconds_per_call:
-                rounds.add_row(name(row), *_round(row))
+                figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
+                parts, overhead = _number(row.milliseconds_per_call.get("median"), 1), "-"
+                if row.milliseconds is not None:
+                    phases = ("draft", "target", "accept", "rest")
+                    parts = " + ".join(_number(row.milliseconds[phase], 1) for phase in phases)
+                    overhead = f"{row.overhead:.0%}"
+                rounds.add_row(name(row), *figures, parts, overhead)
         screen.print(speeds)
         screen.print(rounds)
     facts = report.environment
@@ -185,19 +195,3 @@ def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _speed(row: Result) -> list[str]:
-    speed = row.tokens_per_second
-    ratios = [_number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
-    same = ["-" if same is None else str(same) for same in (row.matches_plain, row.matches_transformers)]
-    middle, low, high = (_number(speed[name], int(speed["max"] < 100)) for name in ("median", "min", "max"))
-    return [middle, f"{low}-{high}", *ratios, ", ".join(same)]
-
-
-def _round(row: Result) -> list[str]:
-    figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
-    if row.milliseconds is None:
-        return [*figures, _number((row.milliseconds_per_call or {}).get("median"), 1), "-"]
-    phases = [_number(row.milliseconds[phase], 1) for phase in ("draft", "target", "accept", "rest")]
-    return [*figures, " + ".join(phases), f"{row.overhead:.0%}"]

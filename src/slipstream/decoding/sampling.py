@@ -229,7 +229,14 @@ class Sampling(SamplingFields):
                 continue
             prefixes = prefixes or [texts.of_row(row, r) for r, row in enumerate(rows)]
             given = list(scores)
-            made = [_each_position(chain[stage], prefixes[r], given[r]) for r, chain in enumerate(chains)]
+            made = list[Tensor]()
+            for chain, texts_so_far, own in zip(chains, prefixes, given, strict=True):
+                each: Any = chain[stage]
+                if hasattr(each, "process_positions"):
+                    made.append(each.process_positions(texts_so_far, own))
+                else:
+                    parts = [_apply(each, text, own[j : j + 1]) for j, text in enumerate(texts_so_far)]
+                    made.append(torch.cat(parts))
             if any(new is not old for new, old in zip(made, given, strict=True)):
                 scores = torch.stack(made)
         return scores
@@ -333,9 +340,3 @@ def _apply(processor: Processor, prefix: Tensor, scores: Tensor) -> Tensor:
         what = f"no scores but {type(processed).__name__}" if shape is None else f"scores of shape {tuple(shape)}"
         raise _WrongShape(f"it returns {what}, and not of shape {tuple(scores.shape)}.")
     return processed
-
-
-def _each_position(processor: Processor, prefixes: Sequence[Tensor], scores: Tensor) -> Tensor:
-    if hasattr(processor, "process_positions"):
-        return processor.process_positions(prefixes, scores)
-    return torch.cat([_apply(processor, prefix, scores[j : j + 1]) for j, prefix in enumerate(prefixes)])

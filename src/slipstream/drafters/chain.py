@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.core.draft import Draft, ScopedDraft, Tree, padded
-from slipstream.core.draws import Rng, ScopedDraws
+from slipstream.core.draws import ScopedDraws
 from slipstream.core.law import Law, pad_vocabulary
 from slipstream.core.protocols import Drafter, Scorer, Traits, scorers_among
 from slipstream.core.request import Row
@@ -86,7 +86,15 @@ class ChainDrafter:
         rows, origins = [shadow.row for shadow in shadows], tuple(shadow.origin for shadow in shadows)
         while max(left) > 0:
             scope = f"inner.{len(made)}"
-            decoder = self._decoder(ScopedDraws(context.rng, scope, origins), rows)
+            rng = ScopedDraws(context.rng, scope, origins)
+            # Coupled rows are verified by matching, the others token by token.
+            ways = [rng.select([place]) for place in range(len(rows))]
+            mixed = len({way.coupled for way in ways}) > 1
+            for row, way in zip(rows, ways, strict=True):
+                own = Rule("inside", (MATCH if way.coupled else TOKEN).verify, way) if mixed else None
+                row.request = replace(row.request, rule=own)
+            verify = MATCH.verify if ways[0].coupled else TOKEN.verify
+            decoder = Decoder(self._fitted, self.inner, verify, rng=rng, inside=True)
             round = play_round(decoder, rows, [min(self.gamma, n - 1) for n in left])
             assert round.p is not None
             p = round.p.bare()
@@ -96,16 +104,6 @@ class ChainDrafter:
                 laws[place].append(p.of_row(place).first(len(new)))
         width = max(gammas)
         return made, Law.join([Law.join(each, 1).stretched(width) for each in laws], 0)
-
-    def _decoder(self, rng: Rng, rows: Sequence[Row]) -> Decoder:
-        """Return the decoder of the inner rounds: coupled rows are verified by matching, the others token by token."""
-        ways = [rng.select([place]) for place in range(len(rows))]
-        mixed = len({way.coupled for way in ways}) > 1
-        for row, way in zip(rows, ways, strict=True):
-            own = Rule("inside", (MATCH if way.coupled else TOKEN).verify, way) if mixed else None
-            row.request = replace(row.request, rule=own)
-        verify = MATCH.verify if ways[0].coupled else TOKEN.verify
-        return Decoder(self._fitted, self.inner, verify, rng=rng, inside=True)
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,10 @@ class Engine:
                 generations.append(Generation(request, self.decode, top=call.logprobs, echo=echo, **text))
             check_request(self.decoder.target, generations[-1].request, index)  # before the next one is encoded
         if self.exact_shape:
-            self._fix_shape(call, [generation.request for generation in generations])
+            # One shape of passes for the whole call; `plain` decoding gets the same shape as speculative decoding.
+            width = 1 + self._decoder(replace(call, plain=False)).controller.most
+            longest = max((len(each.request.prompt) for each in generations), default=0) + call.max_new_tokens + width
+            self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
         return Job(decoder, call, generations)
 
     def _template(self, call: Options, sampler: Sampling) -> Request:
@@ -335,12 +338,6 @@ class Engine:
         if isinstance(self.decoder.drafter, TreeDrafter):
             return self.decoder
         return replace(self.decoder, drafter=KnownFirst(self.decoder.drafter))
-
-    def _fix_shape(self, call: Options, requests: Sequence[Request]) -> None:
-        """Fix one shape of passes for the whole call; `plain` decoding gets the same shape as speculative decoding."""
-        width = 1 + self._decoder(replace(call, plain=False)).controller.most
-        longest = max((len(request.prompt) for request in requests), default=0) + call.max_new_tokens + width
-        self.decoder.target.fix_shape(Shape(self.decoder.batch_size, width, 1 << longest.bit_length()))
 
     def choose(self, verify: Rule | str | None) -> Rule:
         """Return the rule of that name, or the rule itself if one is given; the engine's own for None."""

@@ -280,21 +280,19 @@ def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
     known = network.known
     logits = logits if known is not None else pad_vocabulary(logits, kind.vocab)
     best, token = (each[:, 0] for each in greatest(logits[:, None]))
-    law = _law(wide(logits), token, temperatures) if kind.sampled else None
-    token = token if law is None else inverse(law, chances[:, 0])
+    law = None
+    if kind.sampled:
+        # (rows, vocab) at each text's temperature; at 0 all probability is on the best token. Where logits are not
+        # finite, it is uniform: such a draft may be verified before anybody looks at its logits.
+        logits, greedy = wide(logits), temperatures == 0
+        point = torch.arange(logits.shape[-1], device=logits.device) == token[:, None]
+        law = torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
+        law = torch.where(law.isnan(), 1 / logits.shape[-1], law)
+        token = inverse(law, chances[:, 0])
     if known is not None:
         token = known[token]
         law = law if law is None else law.new_zeros(len(law), kind.vocab).index_copy_(1, known, law)
     return token[:, None], best, law if law is None else law[:, None], states
-
-
-def _law(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
-    """Return the law (rows, vocab) at each text's temperature; at 0 all probability is on the `best` token (rows,).
-    Where logits are not finite, it is uniform: such a draft may be verified before anybody looks at its logits."""
-    greedy, vocab = temperatures == 0, logits.shape[-1]
-    point = torch.arange(vocab, device=logits.device) == best[:, None]
-    law = torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
-    return torch.where(law.isnan(), 1 / vocab, law)
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import gzip
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from heapq import heappop, heappush
@@ -116,19 +116,15 @@ def paces(plan: Plan) -> dict[str, Pace]:
         outlooks = {int(rows): outlook[name] for rows, outlook in figures["outlooks"].items()}
         rows = tuple(sorted(outlooks))
         plain = tuple(outlooks[count]["milliseconds_by_width"]["plain"]["seconds"]["median"] / 1000 for count in rows)
-        shares = [_share(outlooks[count], plan.gammas[count]) for count in rows]
+        shares = [1.0] * len(rows)  # the predicted time of a token over that of plain decoding
+        for place, count in enumerate(rows):
+            if gamma := plan.gammas[count]:
+                chosen = next(each for each in outlooks[count]["predictions"] if each["gamma"] == gamma)
+                shares[place] = chosen["round"] / chosen["tokens_per_call"]
     except (KeyError, TypeError, ZeroDivisionError, StopIteration) as error:
         raise ValueError(f"the plan lacks figures that a simulation needs ({error}): make it again.") from error
     ours = tuple(step * share for step, share in zip(plain, shares, strict=True))
     return {"plain": Pace(rows, plain, reading), "speculative": Pace(rows, ours, reading)}
-
-
-def _share(outlook: Mapping[str, Any], gamma: int) -> float:
-    """Return the predicted time of a token over that of plain decoding, for a gamma of the outlook; 1 for gamma 0."""
-    if not gamma:
-        return 1.0
-    chosen = next(each for each in outlook["predictions"] if each["gamma"] == gamma)
-    return chosen["round"] / chosen["tokens_per_call"]
 
 
 @dataclass

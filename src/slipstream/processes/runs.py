@@ -162,7 +162,11 @@ class Speculation:
             chains = Chains(seed, names, trajectories[names, made[names]], made[names])
             lengths = (goal[names] - made[names] - 1).clamp(max=self.gamma)
             round = play_round(self.target, self.draft, chains, lengths)
-            cuts = self._cut(round)
+            cuts = round.accepted + 1  # the states of the path that each chain takes, negative if the last ends it
+            if self.ended is not None:
+                over = self.ended(round.path.flatten(0, 1)).reshape(round.path.shape[:2])
+                over &= torch.arange(round.path.shape[1]) < cuts[:, None]
+                cuts = torch.where(over.any(1), -(over.long().argmax(1) + 1), cuts)
             rows, ahead = (torch.arange(round.path.shape[1]) < cuts.abs()[:, None]).nonzero(as_tuple=True)
             states = round.path[rows, ahead]
             if states.is_floating_point() and not bool(states.isfinite().all()):
@@ -175,15 +179,6 @@ class Speculation:
                 watch(round)
         places = torch.minimum(torch.arange(steps + 1), made[:, None])  # chains that ended early keep their last state
         return Run(trajectories[torch.arange(len(made))[:, None], places], made, stats)
-
-    def _cut(self, round: ProcessRound) -> Tensor:
-        """Return how many states of the path each chain takes (rows,), negative if the last of them ends it."""
-        new = round.accepted + 1
-        if self.ended is None:
-            return new
-        rows, width = round.path.shape[:2]
-        over = self.ended(round.path.flatten(0, 1)).reshape(rows, width) & (torch.arange(width) < new[:, None])
-        return torch.where(over.any(1), -(over.long().argmax(1) + 1), new)
 
 
 def simulate(

@@ -130,7 +130,13 @@ class RemoteDrafter(Drafter):
             if held.connection != generation or held.mode != mode:
                 held.connection, held.mode, held.text = generation, mode, list(row.readable)
                 frames.append(self._open(row, held))
-            asks.append(_ask(row, held, gamma, numbers))
+            # The commit and the request of the row; the server then has the row's text.
+            keep, text = common_length(held.text, row.readable), row.readable
+            held.text = list(text)
+            ask = AskRow(held.number, keep, tuple(text[keep:]), gamma)
+            if numbers and mode == DraftMode.LAW:
+                ask = replace(ask, numbers=numbers[0], later=numbers[1])
+            asks.append(ask)
         answer = self.link.ask(generation, [*frames, ask_frame(sequence, asks, self.ahead)], sequence)
         if isinstance(answer, Missed):
             return answer
@@ -215,15 +221,6 @@ class RemoteDrafter(Drafter):
 
 def _close(held: Held) -> Frame:
     return Frame(FrameType.CLOSE, 0, {"row": held.number})
-
-
-def _ask(row: Row, held: Held, gamma: int, numbers: Numbers | None) -> AskRow:
-    """Return the commit and the request of a row, and update the text that the server has."""
-    text = row.readable
-    keep = common_length(held.text, text)
-    held.text = list(text)
-    ask = AskRow(held.number, keep, tuple(text[keep:]), gamma)
-    return replace(ask, numbers=numbers[0], later=numbers[1]) if numbers and held.mode == DraftMode.LAW else ask
 
 
 def _chances(context: Context, key: Key, positions: int) -> list[list[float] | None]:

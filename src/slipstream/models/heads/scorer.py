@@ -201,7 +201,18 @@ class HeadScorer(OnTargetStates):
         assert first == 0 and tree is None, "heads draft chains for the rows that run"
         held = self._states.lengths
         if any(count and have > read for count, have, read in zip(counts, self.lengths, held, strict=False)):
-            self._go_on(tokens, counts)
+            # Drafted tokens (rows, 1) go to the next layer, or to the last one with its own states.
+            fed = self._fed
+            assert fed is not None, "a round begins with the pending token"
+            if fed.layers == self.head.depth:
+                self._feed(self.head.depth - 1, tokens, self._last, counts)
+            else:
+                last = (torch.tensor(fed.counts, device=tokens.device) - 1).clamp(min=0)[:, None]
+                fed.tokens = fed.tokens.roll(-1, 1).scatter(1, last, tokens)
+                have = zip(self.lengths, fed.counts, strict=True)
+                self._memory.texts.rollback([length - count for length, count in have])
+                fed.made = self._feed(fed.layers, fed.tokens, fed.made, fed.counts)
+                fed.layers += 1
         else:  # a round begins: tokens that the target has read, and the pending one, go with the target's states
             made = self._feed(0, tokens, None, counts)
             ahead = self.head.depth - 1
@@ -211,19 +222,6 @@ class HeadScorer(OnTargetStates):
             ]
             self._fed = _RoundTokens(tokens, list(counts), made)
         return self.head.logits(self._last).expand(-1, tokens.shape[1], -1)
-
-    def _go_on(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Feed drafted tokens (rows, 1): to the next layer, or to the last one with its own states."""
-        fed = self._fed
-        assert fed is not None, "a round begins with the pending token"
-        if fed.layers == self.head.depth:
-            self._feed(self.head.depth - 1, tokens, self._last, counts)
-            return
-        last = (torch.tensor(fed.counts, device=tokens.device) - 1).clamp(min=0)[:, None]
-        fed.tokens = fed.tokens.roll(-1, 1).scatter(1, last, tokens)
-        self._memory.texts.rollback([have - count for have, count in zip(self.lengths, fed.counts, strict=True)])
-        fed.made = self._feed(fed.layers, fed.tokens, fed.made, fed.counts)
-        fed.layers += 1
 
     def _feed(self, step: int, tokens: Tensor, hidden: Tensor | None, counts: Sequence[int]) -> Tensor:
         """Run a layer on tokens and the states before them (None: the target's) -> its states (rows, n, width)."""
