@@ -1,7 +1,5 @@
 """Scripts in several processes, with what torchrun tells them, but without the seconds that torchrun itself takes."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

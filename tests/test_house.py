@@ -4,8 +4,6 @@ Every rule is a function from source text to a list of faults, so that the same 
 where it must find nothing, and on a few wrong lines, where it must find something.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import os

@@ -1,7 +1,5 @@
 """The `slipstream` command, which `python -m slipstream` runs too."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -5,8 +5,6 @@ draft's, each a sequence with one probability per token. Time is counted in targ
 the target over one new token. A factor above 1 is a gain in time, one below 1 a saving in operations or reads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate

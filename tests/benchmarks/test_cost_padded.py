@@ -1,7 +1,5 @@
 """benchmarks/cost_padded.py: a larger model with the same function."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The cache of states: what a row knows after a rollback, and what it has to read again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -4,8 +4,6 @@ Full disks are limits on the size of a file, set in the child. A kill comes at t
 and not yet under their name, which the child itself announces.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

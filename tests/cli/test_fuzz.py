@@ -4,8 +4,6 @@ A world of files of every kind is made once. A case is a command with options an
 process inside that world; afterwards what changed is compared with what was named, and put back.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """`torchrun -m slipstream ... --tensor-parallel`, for real: one rank prints, and a rank that is killed ends the job."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

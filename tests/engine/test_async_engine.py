@@ -1,7 +1,5 @@
 """`AsyncEngine`: overlapping calls share a batch and get the texts that the engine gives alone."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Connections that are left half-way: they are closed in time, and headers without end are refused."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

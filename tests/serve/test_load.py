@@ -1,7 +1,5 @@
 """Many streams at a time: none is lost, none is mixed up with another; and memory stays what it was."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Drafts for some rows, drafters that are changed, and the law of the texts that they lead to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace

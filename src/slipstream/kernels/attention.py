@@ -1,7 +1,5 @@
 """Attention by our kernel, as an attention function of transformers."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

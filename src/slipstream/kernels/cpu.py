@@ -1,7 +1,5 @@
 """Linear layers and attention by kernels in C++, with the instructions that this processor has."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

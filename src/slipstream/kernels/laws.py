@@ -4,8 +4,6 @@ The kernel serves float32 on CPUs once it is loaded, as it is for packed weights
 `greatest` chooses by itself. A position's results do not depend on other rows and positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Building takes some seconds and a C++ compiler (`CXX`, c++, g++ or clang++), as 
 kernels use torch through its stable ABI, so a library serves other versions of torch than the one it was built with.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

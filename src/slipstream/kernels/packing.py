@@ -1,7 +1,5 @@
 """Packed weights for models on CPUs, in the layout that is multiplied fastest by a few rows; the model is unchanged."""
 
-from __future__ import annotations
-
 import copy
 import math
 import mmap

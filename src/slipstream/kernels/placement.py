@@ -1,7 +1,5 @@
 """The placement of a model of transformers: in one piece, with layers on several devices, or divided among ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

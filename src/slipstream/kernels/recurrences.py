@@ -5,8 +5,6 @@ pass. Outputs and the state after the tokens are computed separately: it is know
 accepted, so a state written in the pass would often be wasted. All recurrences are computed in float32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Only scales in float32 are rounded, to bfloat16: the kernel reads that and float16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How many threads compute together, and the threads that OpenMP keeps for every thread that computes."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

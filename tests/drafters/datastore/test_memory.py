@@ -1,7 +1,5 @@
 """The memory of responses: nearest first, kept apart, bounded, and whole after a kill in mid-write."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import sys

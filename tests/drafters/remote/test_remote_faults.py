@@ -4,8 +4,6 @@ Every kind of fault is put between a real server and a real client. Greedy and c
 plain decoding, each call has to end in time, and the fault has to have happened: its reason stands in the statistics.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json

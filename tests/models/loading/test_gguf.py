@@ -1,7 +1,5 @@
 """Checkpoints of llama.cpp, written by its own package, read from their own codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
