@@ -11,14 +11,14 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 47_450,
-    "lines of tests": 40_850,
+    "lines in src/slipstream": 47_160,
+    "lines of tests": 40_820,
     "files that name a sampling option (min_p)": 5,
     "files that name a loading option (encoder_dtype)": 7,
     "words in README": 900,
     "words in docs/": 26_000,
     "class names that mean several things": 0,
-    "private helpers called once, in percent of functions": 13,
+    "private helpers called once, in percent of functions": 10,
     "rooms": 22,
     "arrows between rooms": 109,
 }
