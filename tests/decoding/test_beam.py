@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationMixin, Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
+from transformers import GenerationMixin, Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 
 from reference import source, text
 from slipstream.core.beams import Beams, Prefix
@@ -34,11 +34,10 @@ from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part
 from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
-from toys.families import FAMILIES, HF_VOCAB, SEQ2SEQ, tiny
+from toys.families import FAMILIES, HF_VOCAB, SEQ2SEQ, embedded, tiny
 from toys.tables import dirichlet_table, scorer
 from toys.texts import rare
 
@@ -92,11 +91,6 @@ def near_ties(searches: Sequence[BeamSearch], wanted: Sequence[Found]) -> int:
         assert [score for _, score in ours] == pytest.approx([score for _, score in want], abs=TIE, rel=1e-6)
         ties += [tokens for tokens, _ in ours] != [tokens for tokens, _ in want]
     return ties
-
-
-@cache
-def embedded(name: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(EMBEDDED / name, dtype=torch.float32).eval()
 
 
 TEXTS = [text(seed, length) for seed, length in enumerate([9, 1, 4, 17, 30])]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 
 from reference import text
 from slipstream import custom_generate, load
@@ -29,7 +29,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.causal import CausalScorer
-from slipstream.models.loading.pairings import EMBEDDED
+from toys.families import embedded
 from toys.tables import scorer
 from toys.texts import rare
 
@@ -131,11 +131,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "cuts": {"temperature": 1.3, "top_k": 6, "top_p": 0.9},
 }
-
-
-@cache
-def embedded(name: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(EMBEDDED / name, dtype=torch.float32).eval()
 
 
 def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape: Any) -> Counter[Text]:

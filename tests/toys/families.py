@@ -1,11 +1,14 @@
 """Tiny random Hugging Face models, by family."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+from slipstream.models.loading.pairings import EMBEDDED
 
 HF_VOCAB = 101
 WINDOW = 7  # smaller than the texts of the tests, so that it matters
@@ -185,3 +188,9 @@ def tiny(family: Family, seed: int = 0, dtype: torch.dtype = torch.float32, **ch
         kind = transformers.AutoModelForSpeechSeq2Seq if speaks else transformers.AutoModelForSeq2SeqLM
     model = kind.from_config(config, dtype=dtype)
     return model.eval()
+
+
+@cache
+def embedded(name: str) -> PreTrainedModel:
+    """A model of the embedded pair, in float32, for tests that leave it as it is."""
+    return transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED / name, dtype=torch.float32).eval()
