@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from slipstream.bench.records import ASSISTED, ASSISTED_AUTO, GENERATE, LOOKUP, BenchTask, Contender, Output
@@ -56,21 +55,18 @@ def _generate(model: PreTrainedModel, task: BenchTask, begin: Sequence[int] = ()
     ):
         for start in range(0, len(task.prompts), task.batch):
             texts = task.prompts[start : start + task.batch]
-            inputs = _inputs(texts, begin, model.device)
+            attended = [[1] * len(text) for text in texts]
+            if begin:
+                rows = {"input_ids": texts, "attention_mask": attended, "decoder_input_ids": [begin] * len(texts)}
+                inputs: dict[str, Any] = {name: padded(each, model.device) for name, each in rows.items()}
+                # The cache that `generate` makes has as many layers as the encoder: too few for a deeper decoder.
+                inputs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            else:
+                ids = padded([text[::-1] for text in texts], model.device).flip(1)
+                inputs = {"input_ids": ids, "attention_mask": padded(attended, model.device).flip(1)}
             out = model.generate(**inputs, **arguments)
             tokens += out[:, len(begin) or inputs["input_ids"].shape[1] :].tolist()
     return Output(tokens, calls=len(calls))
-
-
-def _inputs(texts: Sequence[Sequence[int]], begin: Sequence[int], device: torch.device) -> dict[str, Any]:
-    attended = [[1] * len(text) for text in texts]
-    if begin:
-        inputs = {"input_ids": texts, "attention_mask": attended, "decoder_input_ids": [begin] * len(texts)}
-        # The cache that `generate` makes has as many layers as the encoder: too few for a T5 whose decoder has more.
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        return {**{name: padded(rows, device) for name, rows in inputs.items()}, CACHE: cache}
-    ids = padded([text[::-1] for text in texts], device).flip(1)
-    return {"input_ids": ids, "attention_mask": padded(attended, device).flip(1)}
 
 
 @contextmanager

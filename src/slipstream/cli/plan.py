@@ -310,8 +310,16 @@ def _show(report: PlanReport, screen: Console) -> None:
     screen.print()
     screen.print(memory)
     for rows, gamma in report.gammas.items():
-        screen.print(f"\n{_choice(report, rows, gamma)}", style="bold")
-        farthest = report.outlooks[rows][report.draft].longest_delay
+        outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
+        best, farthest = outlook.best, outlook.longest_delay
+        predicted = f"{best.factor:.2f} x plain ({best.low:.2f}-{best.high:.2f})"
+        choice = f"draft {report.draft}, gamma {gamma}: {predicted} is predicted."
+        if not gamma and best.factor <= 1:
+            choice = f"do not speculate: the best, gamma {best.gamma}, would be {predicted}."
+        elif not gamma:
+            doubt = "but that is not certain to be a gain"
+            choice = f"do not speculate: gamma {best.gamma} may be {predicted}, {doubt}."
+        screen.print(f"\n{where}: {choice}", style="bold")
         if settings.network_ms is not None and farthest is not None:  # it was not run there: nothing was verified
             away = about_distance(settings.network_ms, 1000 * farthest)
             screen.print(f"{away} Measured here, predicted for there.")
@@ -322,17 +330,6 @@ def _show(report: PlanReport, screen: Console) -> None:
     place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     what = f"{facts['rule']} verification; prompts of {least} to {longest} tokens + {settings.max_new_tokens} new"
     screen.print(f"\n{place}; torch {facts['torch']}; {what}", style="dim")
-
-
-def _choice(report: PlanReport, rows: int, gamma: int) -> str:
-    outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
-    best = outlook.best
-    range_ = f"{best.factor:.2f} x plain ({best.low:.2f}-{best.high:.2f})"
-    if gamma:
-        return f"{where}: draft {report.draft}, gamma {gamma}: {range_} is predicted."
-    if best.factor <= 1:
-        return f"{where}: do not speculate: the best, gamma {best.gamma}, would be {range_}."
-    return f"{where}: do not speculate: gamma {best.gamma} may be {range_}, but that is not certain to be a gain."
 
 
 def _outcome(each: MeasuredComparison) -> str:

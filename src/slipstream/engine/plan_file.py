@@ -88,23 +88,20 @@ class Plan:
             version = contents.get("version")
             raise ValueError(f"{path} is a plan of version {version}, this release reads {VERSION}: make it again.")
         try:
-            return _parsed(contents)
+            contents = {"quantize": None, **contents}  # older files lack this field
+            asked = MODEL_OPTIONS.items()
+            kept = [each for name, each in asked if name in ALWAYS or (each.changes and name in contents)]
+            models = {each.name: contents[each.name] for each in kept}
+            for each in kept:
+                missing = models[each.name] is None and each.default is None
+                if not missing and not isinstance(models[each.name], bool if each.kind is bool else str):
+                    raise TypeError(f"{each.name} is {models[each.name]!r}")
+            for name, kinds in KINDS.items():
+                if not isinstance(contents[name], kinds):
+                    raise TypeError(f"{name} is {contents[name]!r}")
+            gammas = {int(rows): gamma for rows, gamma in contents["gammas"].items()}
+            if not all(isinstance(gamma, int) for gamma in gammas.values()):
+                raise TypeError(f"gammas is {contents['gammas']!r}")
+            return Plan(ModelOptions(**models), gammas, **{name: contents[name] for name in KINDS})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the plan {path} is damaged ({type(error).__name__}: {error}): make it again.") from error
-
-
-def _parsed(contents: dict[str, Any]) -> Plan:
-    contents = {"quantize": None, **contents}  # older files lack this field
-    kept = [each for name, each in MODEL_OPTIONS.items() if name in ALWAYS or (each.changes and name in contents)]
-    models = {each.name: contents[each.name] for each in kept}
-    for each in kept:
-        missing = models[each.name] is None and each.default is None
-        if not missing and not isinstance(models[each.name], bool if each.kind is bool else str):
-            raise TypeError(f"{each.name} is {models[each.name]!r}")
-    for name, kinds in KINDS.items():
-        if not isinstance(contents[name], kinds):
-            raise TypeError(f"{name} is {contents[name]!r}")
-    gammas = {int(rows): gamma for rows, gamma in contents["gammas"].items()}
-    if not all(isinstance(gamma, int) for gamma in gammas.values()):
-        raise TypeError(f"gammas is {contents['gammas']!r}")
-    return Plan(ModelOptions(**models), gammas, **{name: contents[name] for name in KINDS})

@@ -165,7 +165,14 @@ def make(
     ValueError if prompts, models and settings disagree, or if there is nothing to draft with.
     """
     texts = tuple(engine.encode(prompt) for prompt in prompts)
-    _check(engine, drafters, texts, settings)
+    if not drafters:
+        raise ValueError("there is nothing to plan without a draft: give --draft.")
+    if len(texts) < (least := max(2, *settings.batches)):
+        raise ValueError(f"a plan needs {least} prompts or more here, but there are {len(texts)}.")
+    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
+    longest, target = begin + settings.max_new_tokens, engine.decoder.target
+    if target.context and longest > target.context:
+        raise ValueError(f"prompt and new tokens are up to {longest}, but {target.name} holds {target.context}.")
     decoder = replace(engine.decoder, verifier=engine.rule.verify, rng=engine.rule.rng)
     report = PlanReport(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
     how = (settings.max_new_tokens, settings.sampling, settings.seed, engine.frame)
@@ -222,17 +229,3 @@ def verify(
         sum((ours for _, ours in pairs), Speed()).per_call,
         median(ours.per_round / plain.per_round for plain, ours in pairs),
     )
-
-
-def _check(
-    engine: Engine, drafters: Mapping[str, Drafter], texts: Sequence[Sequence[int]], settings: PlanSettings
-) -> None:
-    if not drafters:
-        raise ValueError("there is nothing to plan without a draft: give --draft.")
-    if len(texts) < (least := max(2, *settings.batches)):
-        raise ValueError(f"a plan needs {least} prompts or more here, but there are {len(texts)}.")
-    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
-    longest, context = begin + settings.max_new_tokens, engine.decoder.target.context
-    if context and longest > context:
-        name = engine.decoder.target.name
-        raise ValueError(f"prompt and new tokens are up to {longest}, but {name} holds {context}.")

@@ -174,7 +174,20 @@ class Speculation:
             trajectories[chains.names[rows], chains.times[rows] + ahead + 1] = states
             made[names] += cuts.abs()
             goal[names[cuts < 0]] = made[names[cuts < 0]]
-            stats += _count(round, cuts.abs())
+            # States that were cut do not count.
+            taken, width = cuts.abs(), round.betas.shape[1]
+            accepted, steps_ahead = torch.minimum(round.accepted, taken), torch.arange(width)
+            tested = torch.minimum(torch.minimum(round.accepted + 1, round.lengths), taken)
+            stats += Stats(
+                emitted=int(taken.sum()),
+                accepted=int(accepted.sum()),
+                drafted=int(round.lengths.sum()),
+                tested=int(tested.sum()),
+                beta=float(round.betas[steps_ahead < tested[:, None]].sum()),
+                target_calls=len(taken),
+                drafted_by_position=[int((round.lengths > place).sum()) for place in range(width)],
+                accepted_by_position=[int((accepted > place).sum()) for place in range(width)],
+            )
             if watch:
                 watch(round)
         places = torch.minimum(torch.arange(steps + 1), made[:, None])  # chains that ended early keep their last state
@@ -186,23 +199,6 @@ def simulate(
 ) -> Run:
     """Run chains without a draft, with one call of f per step. Arguments and errors as of `Speculation.run`."""
     return Speculation(target, target, 0, ended).run(starts, steps, seed)
-
-
-def _count(round: ProcessRound, taken: Tensor) -> Stats:
-    """Count a round of which chains took this many states (rows,); states that were cut do not count."""
-    accepted, width = torch.minimum(round.accepted, taken), round.betas.shape[1]
-    tested = torch.minimum(torch.minimum(round.accepted + 1, round.lengths), taken)
-    places = torch.arange(width)
-    return Stats(
-        emitted=int(taken.sum()),
-        accepted=int(accepted.sum()),
-        drafted=int(round.lengths.sum()),
-        tested=int(tested.sum()),
-        beta=float(round.betas[places < tested[:, None]].sum()),
-        target_calls=len(taken),
-        drafted_by_position=[int((round.lengths > place).sum()) for place in range(width)],
-        accepted_by_position=[int((accepted > place).sum()) for place in range(width)],
-    )
 
 
 @dataclass(frozen=True, slots=True)
