@@ -235,3 +235,15 @@ def test_attention_to_codes_has_the_bits_of_attention_to_their_numbers(dtype: to
         copied = Int8Store(*(each.clone() for each in given[2]))
         [output] = program((given[0], given[1], copied, given[3]))
         assert torch.equal(output, function(*given))
+    scales = torch.cat([torch.zeros(1), torch.logspace(-37, 35, 63)]).to(dtype).view(1, 1, 64, 1).expand(1, 2, 64, 1)
+    codes = torch.arange(2 * 64 * 40).mul(89).remainder(255).sub(127).to(torch.int8).view(1, 2, 64, 40)
+    alone = torch.full((64, 64), torch.finfo(dtype).min).fill_diagonal_(0).to(dtype)[None, None]
+    wide = Int8Store(codes * 0, scales.contiguous(), codes, scales.contiguous())
+    if not changes:  # every token sees its own slot alone, and so gets its values
+        [output] = program(
+            (torch.zeros(1, 6, 64, 40, dtype=dtype), alone, wide, torch.zeros(1, 2, 64, 40, dtype=dtype))
+        )
+        values = wide.read(64)[1]
+        assert torch.equal(output, values.repeat_interleave(3, 1).transpose(1, 2))
+        unrounded = codes.float() * scales.float()
+        assert torch.equal(values.float(), unrounded) is (dtype is torch.float32)  # else there is something to round

@@ -543,11 +543,12 @@ class Tile {
 
   void read_part(const Part& part) {
     const int64_t count = part.end - part.first, filled = up(count, PANEL), blocks = filled / LANES, words = width_ / STEP;
-    const Rows<const Number> keys = rows(work_.keys, part, filled);
     auto* transposed = reinterpret_cast<Lanes*>(keys_.data());
-    for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t block = 0; block < blocks; ++block) {  // of which the first cache holds what was made
+      const Rows<const Number> keys = rows(work_.keys, part, part.first + block * LANES, LANES);
       for (int64_t i = 0; i < words; i += LANES, transposed += LANES)
-        transpose(keys.from(block * LANES).first + i * STEP, keys.apart / STEP, transposed);
+        transpose(keys.first + i * STEP, keys.apart / STEP, transposed);
+    }
     float* scores = scores_.data();
     for (int q = 0; q < count_; ++q) std::fill_n(scores + q * SPAN, filled, 0.0f);
     multiply_.add({queries_.data(), width_}, count_, {keys_.data(), LANES * STEP, LANES * width_}, words, blocks,
@@ -556,7 +557,7 @@ class Tile {
     hide(part, filled);
     for (int vector = 0; vector * LANES < count_; ++vector) weigh(vector, blocks);
     const int64_t steps = up(up(count, STEP) / STEP, Multiply::STEPS), vectors = width_ / LANES;
-    const Rows<const Number> values = rows(work_.values, part, steps * STEP);
+    const Rows<const Number> values = rows(work_.values, part, part.first, steps * STEP);
     if constexpr (STEP == 1) {
       multiply_.add({scores, SPAN}, count_, {values.first, values.apart, LANES}, steps, vectors, {sums.values(), width_},
                     ahead(work_.values, part.first, steps * vectors));
@@ -635,17 +636,17 @@ class Tile {
     return {next, SPAN * work_.width * size / std::max<int64_t>(1, steps)};
   }
 
-  // Rows of a store for `count` places where they lie or, if these are not what is multiplied, do not lie side by side, or
-  // are too few or too narrow, made of them, with zeros where nobody looks.
-  Rows<const Number> rows(const Stored& store, const Part& part, int64_t count) {
+  // Rows of a store for `count` places from `first` on, where they lie or, if these are not what is multiplied, do not lie
+  // side by side, or are too few or too narrow, made of them, with zeros where nobody looks.
+  Rows<const Number> rows(const Stored& store, const Part& part, int64_t first, int64_t count) {
     const Steps& steps = store.steps;
     if constexpr (std::is_same_v<Number, Item>) {
-      const bool whole = part.begin == part.first && part.end == part.first + count && work_.width == width_;
+      const bool whole = part.begin <= first && first + count <= part.end && work_.width == width_;
       if (whole && !part.map && !store.scales && steps.token % STEP == 0)
-        return {static_cast<const Item*>(store.items) + place(steps, part.first), steps.token};
+        return {static_cast<const Item*>(store.items) + place(steps, first), steps.token};
     }
     Number* to = rows_.data();
-    for (int64_t each = part.first; each < part.first + count; ++each, to += width_) {
+    for (int64_t each = first; each < first + count; ++each, to += width_) {
       const bool seen = part.begin <= each && each < part.end;
       if (seen) read_row(store, part.slot(each), to);
       std::fill(to + (seen ? work_.width : 0), to + width_, Number{});
@@ -661,23 +662,31 @@ class Tile {
   void read_row(const Stored& store, int64_t slot, Number* to) const {
     if (!store.scales) return convert(static_cast<const Item*>(store.items) + place(store.steps, slot), to);
     const auto* codes = static_cast<const int8_t*>(store.items) + place(store.steps, slot);
-    const float scale = Type::widen(static_cast<const Item*>(store.scales)[place(store.scale_steps, slot)]);
+    const Item scale = static_cast<const Item*>(store.scales)[place(store.scale_steps, slot)];
+    const float size = Type::widen(scale), split = size * 0x10001p0f;
+    if (std::is_same_v<Type, Float32> || !(0x1p-100f < size && size < 0x1p100f)) {
+      for (int64_t i = 0; i < work_.width; ++i) to[i] = as_number(Type::round(codes[i] * size));
+      return;
+    }
+    // Products have 15 bits, and so this rounds them to the 8 of bfloat16, ties to even (Veltkamp).
     for (int64_t i = 0; i < work_.width; ++i) {
-      const Item rounded = Type::round(codes[i] * scale);
-      if constexpr (std::is_same_v<Number, Item>)
+      const float code = codes[i], far = code * split, rounded = far + (code * size - far);
+      if constexpr (std::is_same_v<Number, float>)
         to[i] = rounded;
       else
-        to[i] = Type::widen(rounded);
+        to[i] = static_cast<Number>(bits<uint32_t>(rounded) >> 16);
     }
   }
 
   void convert(const Item* from, Number* to) const {
-    for (int64_t i = 0; i < work_.width; ++i) {
-      if constexpr (std::is_same_v<Number, Item>)
-        to[i] = from[i];
-      else
-        to[i] = Type::widen(from[i]);
-    }
+    for (int64_t i = 0; i < work_.width; ++i) to[i] = as_number(from[i]);
+  }
+
+  static Number as_number(Item item) {
+    if constexpr (std::is_same_v<Number, Item>)
+      return item;
+    else
+      return Type::widen(item);
   }
 };
 

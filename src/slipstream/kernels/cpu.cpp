@@ -120,12 +120,14 @@ void add_tile(const typename Type::Item* weight, const typename Factor<Type>::It
 template <class Type>
 void add_panel(const Product<Type>& work, const typename Type::Item* weight, int64_t first, int64_t rows,
                float (*sums)[PANEL]) {
-  constexpr int64_t STEP = Type::STEP, BYTES = PANEL * STEP * sizeof(*weight), BLOCK = AHEAD / BYTES;
+  constexpr int64_t STEP = Type::STEP, BYTES = PANEL * STEP * sizeof(*weight);
   const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (int64_t begin = 0; begin < work.steps; begin += BLOCK) {
-    const int64_t steps = std::min(BLOCK, work.steps - begin);
+  const int64_t near = rows == 1 || tiles > 1 ? AHEAD : AHEAD / 2;  // a few rows take longer, and caches forget
+  const int64_t most = near / BYTES;
+  for (int64_t begin = 0; begin < work.steps; begin += most) {
+    const int64_t steps = std::min(most, work.steps - begin);
     const typename Type::Item* block = weight + begin * PANEL * STEP;
-    uintptr_t later = reinterpret_cast<uintptr_t>(block) + AHEAD;
+    uintptr_t later = reinterpret_cast<uintptr_t>(block) + near;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = rows * i / tiles;
       const auto* inputs = work.inputs + (first + row) * work.apart + begin * STEP;
