@@ -42,7 +42,7 @@ from slipstream.drafters.remote.link import Missed
 from slipstream.drafters.remote.messages import AskRow, DraftMode, OpenRow, ask_frame, read_drafts
 from slipstream.drafters.specification import drafter
 from slipstream.engine.engine import Engine
-from slipstream.engine.load import embedded, load
+from slipstream.engine.load import alone, load
 from slipstream.measure.environment import environment
 from slipstream.measure.timing import beats
 from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
@@ -216,7 +216,7 @@ def lines(
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all delays, with one server and a relay for each delay -> the report."""
     torch.set_num_threads(1)
-    place, dtype = embedded(args.target, args.dtype)
+    place, dtype = alone(args.target, args.dtype)
     engine = load(place, dtype=dtype)
     context = BuildContext(engine.decoder.target, engine.tokenizer, dtype)
     texts = tuple(engine.encode(prompt) for prompt in list(PROMPTS)[: args.texts])

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -565,6 +565,26 @@ def privacy_faults(source: str) -> list[str]:
         line = getattr(node, "lineno", 0)
         faults += [f"line {line}: {name}" for name in names if is_private(name) and name not in OTHERS_PRIVATE]
     return faults
+
+
+def lacking(source: str) -> list[str]:
+    """The names that a script imports from modules of ours that do not have them."""
+    imports = [node for node in size.nodes(source) if isinstance(node, ast.ImportFrom)]
+    ours = [
+        (str(node.module), name.name) for node in imports for name in node.names if "slipstream" in str(node.module)
+    ]
+    known = {f"slipstream.{module}" for module in MODULES}
+    return [f"{m}.{n}" for m, n in ours if f"{m}.{n}" not in known and not hasattr(import_module(m), n)]
+
+
+def test_scripts_import_what_there_is() -> None:
+    """Those that no test starts, too."""
+    files = [
+        path for folder in ("benchmarks", "examples", "packaging", "recipes") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(files) > 40
+    assert [fault for path in files for fault in lacking(path.read_text(encoding="utf-8"))] == []
+    assert lacking("from slipstream.files import atomic_write, gone") == ["slipstream.files.gone"]
 
 
 def test_tests_use_public_names() -> None:

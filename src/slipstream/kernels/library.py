@@ -104,9 +104,9 @@ def level() -> Level:
     return found
 
 
-def carried(level: Level) -> Path:
-    """Return where a wheel carries the library of a level, for processors of this brand."""
-    return CARRIED / f"{level.name}-{brand()}.so"
+def carried(level: Level, brand_of: str | None = None) -> Path:
+    """Return where a wheel carries the library of a level, for processors of this brand or the one that is named."""
+    return CARRIED / f"{level.name}-{brand_of or brand()}.so"
 
 
 class CompilerMissingError(RuntimeError):
