@@ -6,7 +6,7 @@ Settings are immutable; the state is passed in and out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import mul
@@ -200,54 +200,57 @@ class Adaptive:
 
     def update(self, state: Learned, round: Round) -> Learned:
         drafting = [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
-        # Also while a row does not draft: what it has shown is the less true the longer ago it was.
-        state = replace(state, rows={index: (FAST * n, FAST * tests) for index, (n, tests) in state.rows.items()})
-        state = _with_acceptance(state, round) if drafting else state
         draft, total = round.seconds["draft"], sum(round.seconds.values())
+        # Also while a row does not draft: what it has shown is the less true the longer ago it was.
+        rows = {index: (FAST * n, FAST * tests) for index, (n, tests) in state.rows.items()}
+        learned = _acceptance(state, round, rows) if drafting else {}
         if draft >= 0 and believable(total) and believable(total - draft - round.reading):
-            state = self._with_times(state, round, drafting)
+            learned |= self._times(state, round, drafting)
         read = {**state.read, **{row.index: len(row.tokens) for row in drafting}}
-        ended = {row.index for row in round.rows if row.finish_reason}
-        return replace(state, read=_without(read, ended), rows=_without(state.rows, ended))
+        for row in round.rows:
+            if row.finish_reason:
+                rows.pop(row.index, None)
+                read.pop(row.index, None)
+        return replace(state, read=read, rows=rows, **learned)
 
-    def _with_times(self, state: Learned, round: Round, drafting: Sequence[Row]) -> Learned:
+    def _times(self, state: Learned, round: Round, drafting: Sequence[Row]) -> dict[str, Any]:
+        """Return what a round's times change in the state, and in the account."""
         kind, depth = RoundKind.of(round.rows), max(round.draft.depths)
         drafts = zip(round.rows, round.tokens, round.gammas, strict=True)
         unread = sum(len(row.tokens) - len(new) - state.read.get(row.index, 0) for row, new, gamma in drafts if gamma)
-        who, draft = RoundKind.of(drafting or round.rows), round.seconds["draft"]
+        who, draft = RoundKind.of(drafting) if drafting else kind, round.seconds["draft"]
         rest = {("rest", kind): sum(round.seconds.values()) - draft - round.reading}
         parts = {**rest, ("draft", who): draft} if drafting else rest
-        usual = sum(known[depth].level for part in parts if depth in (known := state.times.get(part, {})))
-        took, load, times = sum(parts.values()), state.load, dict(state.times)
+        known = [time for part in parts if (time := state.times.get(part, {}).get(depth)) and time.count >= ENOUGH]
+        usual, took, load, times = sum(time.level for time in known), sum(parts.values()), state.load, dict(state.times)
         if depth or not drafting:  # a drafter that found nothing has made neither a draft nor a plain round
-            if all(depth in state.known(*part) for part in parts) and usual:
+            if len(known) == len(parts) and usual:
                 load *= (limited(took / load, usual) / usual) ** (1 - FAST)
             for part, seconds in parts.items():
-                known = times.get(part, {})
-                times[part] = {**known, depth: known.get(depth, Time()).learn(seconds / load)}
+                before = times.get(part, {})
+                times[part] = {**before, depth: before.get(depth, Time()).learn(seconds / load)}
         reading = state.reading
         if unread or round.reading:
             reading = SLOW * reading[0] + round.reading / load, SLOW * reading[1] + unread
-        state = replace(state, times=times, load=load, reading=reading, since=state.since + 1 if drafting else 0)
-        plain = state.known("rest", kind).get(0)
-        if plain is None:
-            return state
-        took = min(took / load, STALL * state.costs(kind, who, depth)[-1])
+        since = state.since + 1 if drafting else 0
+        learned: dict[str, Any] = {"times": times, "load": load, "reading": reading, "since": since}
+        first = times.get(("rest", kind), {}).get(0, Time())
+        if first.count < ENOUGH:
+            return learned
+        plain, now = first.level, replace(state, times=times)
+        took = min(took / load, STALL * now.costs(kind, who, depth)[-1])
         lost = took + unread * reading[0] / max(1.0, reading[1]) - plain * sum(map(len, round.tokens)) / len(round.rows)
         stood = sum(round.accepted) == sum(round.gammas)
-        before = CREDIT * plain if state.credit is None else state.credit
-        credit = before + self.budget * took - (lost if drafting else 0.0)
+        credit = CREDIT * plain if state.credit is None else state.credit
+        credit += self.budget * took - (lost if drafting else 0.0)
         wait = state.wait - took if not drafting else 0.0 if stood else max(0.0, lost / self.budget)
-        return replace(state, credit=max(-CREDIT * plain, credit), wait=wait)
+        return learned | {"credit": max(-CREDIT * plain, credit), "wait": wait}
 
 
-def _without(rows: Mapping[int, Any], ended: Container[int]) -> Mapping[int, Any]:
-    return {index: known for index, known in rows.items() if index not in ended} if ended else rows
-
-
-def _with_acceptance(state: Learned, round: Round) -> Learned:
-    """Return the state with what stood of a round's drafts; the last one of a row that ended may have been cut."""
-    sampled, rows, drafts = RoundKind.of(round.rows).sampled, dict(state.rows), list[tuple[int, int]]()
+def _acceptance(state: Learned, round: Round, rows: dict[int, tuple[float, float]]) -> dict[str, Any]:
+    """Return what a round's drafts change in the state, and count in `rows` what stood of them.
+    The last draft of a row that ended may have been cut, and does not count."""
+    sampled, drafts = RoundKind.of(round.rows).sampled, list[tuple[int, int]]()
     known, longest = state.stands.get(sampled, Chances()), state.drafted.get(sampled, Chances())
     chances = known.at(max(round.gammas))
     for row, gamma, stood in zip(round.rows, round.gammas, round.accepted, strict=True):
@@ -256,9 +259,8 @@ def _with_acceptance(state: Learned, round: Round) -> Learned:
             tested = min(gamma, stood + 1)
             rows[row.index] = surplus + stood - sum(chances[:tested]), tests + tested
             drafts.append((gamma, stood))
-    stands = {**state.stands, sampled: known.learn(drafts)}
-    drafted = {**state.drafted, sampled: longest.learn([(max(round.gammas), max(round.draft.depths))])}
-    return replace(state, rows=rows, stands=stands, drafted=drafted)
+    offered = longest.learn([(max(round.gammas), max(round.draft.depths))])
+    return {"stands": {**state.stands, sampled: known.learn(drafts)}, "drafted": {**state.drafted, sampled: offered}}
 
 
 class _Outlook(NamedTuple):
