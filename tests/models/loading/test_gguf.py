@@ -6,16 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 import slipstream
 from slipstream.check import check
@@ -23,97 +14,34 @@ from slipstream.kernels.packing import QuantizedEmbedding, QuantizedLinear, inpu
 from slipstream.models.loading.gguf_file import GgufFile
 from slipstream.models.loading.gguf_tokenizer import tokenizer_of
 from slipstream.models.loading.load import find_tokenizer, load_model
+from toys.gguf_files import TEXT, as_it_is, finish, gap, interleaved, logits, raised, tiny, write
 from toys.kernels import needs_kernel
 
 gguf = pytest.importorskip("gguf")
 pytestmark = needs_kernel
 
-HEADS = {"q_proj": 4, "k_proj": 2}
-TEXT = torch.tensor([[5, 17, 42, 8, 90, 3]])
 
-
-def plain(tied: bool = False, width: int = 64) -> LlamaForCausalLM:
+def plain(tied: bool = False, width: int = 64) -> Any:
     """A Llama whose queries have more heads than its keys."""
-    torch.manual_seed(0)
-    inner = max(96, width)
-    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2, tie_word_embeddings=tied)).eval()
+    return tiny("llama", hidden_size=width, intermediate_size=max(96, width), tie_word_embeddings=tied)
 
 
-def interleaved(name: str, weight: Tensor) -> Tensor:
-    """The rows of a weight as llama.cpp orders them: the rotated halves of queries and keys in turns."""
-    count = HEADS.get(name.split(".")[-2])
-    return weight if not count else weight.view(count, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+FAMILIES = {"llama": ("llama", interleaved), "qwen2": ("qwen2", as_it_is), "gemma3_text": ("gemma3", raised)}
 
 
-def interleaved_back(name: str, weight: Tensor) -> Tensor:
-    """The inverse of `interleaved`."""
-    count = HEADS.get(name.split(".")[-2])
-    return weight if not count else weight.view(count, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
-
-
-PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-PLACES_OF_SCALES |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ2_XS": (0,)}
-"""The bytes of a block at which its scales begin, for formats whose blocks are made of random bytes."""
-
-
-def blocks_of(weight: NDArray[np.float32], kind: Any) -> NDArray[np.uint8]:
-    """Blocks of a weight; of any weight, with random bytes for its codes, in a format that cannot be written."""
-    if kind.name not in PLACES_OF_SCALES:
-        found: NDArray[np.uint8] = gguf.quantize(weight, kind)
-        return found
-    random, (inputs, size) = np.random.default_rng(len(weight)), gguf.GGML_QUANT_SIZES[kind]
-    blocks = random.integers(0, 256, (len(weight), weight.shape[1] // inputs, size), dtype=np.uint8)
-    for place in PLACES_OF_SCALES[kind.name]:
-        scales = random.uniform(1e-4, 1e-3, (*blocks.shape[:2], 1)).astype(np.float16)
-        blocks[..., place : place + 2] = scales.view(np.uint8)
-    if kind.name == "MXFP4":  # powers of two, the two least of which are written otherwise in bfloat16
-        blocks[..., 0] = random.integers(100, 125, blocks.shape[:2])
-        blocks[0, :, 0] = [0, 1] * (blocks.shape[1] // 2)
-    return blocks.reshape(len(weight), -1)
-
-
-def written(model: Any, file: Path, format: str, more: Any = lambda writer: None, **split: Any) -> dict[str, Tensor]:
+def written(model: Any, file: Path, format: str, more: Any = None, **split: Any) -> dict[str, Tensor]:
     """Write a file, with `more` metadata -> what the matrices in it stand for, by the names of transformers."""
-    config, kind = model.config, gguf.GGMLQuantizationType[format]
-    name = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(file, name, **split)
-    writer.add_context_length(64)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    more(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
-    found = dict[str, Tensor]()
-    for full, weight in model.state_dict().items():
-        if full == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stem, _, part = full.rpartition(".")
-        numbers = (interleaved(full, weight) if name == "llama" else weight).contiguous().numpy()
-        if weight.dim() < 2:
-            shift = 1 if name == "gemma3" and "norm" in full else 0
-            writer.add_tensor(f"{names.get_name(stem)}.{part}", numbers + np.float32(shift))
-            continue
-        blocks = blocks_of(numbers, kind)
-        writer.add_tensor(f"{names.get_name(stem)}.{part}", blocks, raw_dtype=kind)
-        found[full] = torch.from_numpy(gguf.dequantize(blocks, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return found
+    config = model.config
+    told = {"rope.dimension_count": config.hidden_size // config.num_attention_heads, "vocab_size": config.vocab_size}
+    return write(model, file, *FAMILIES[config.model_type], told, format, more, **split)
 
 
-def restored(model: Any, stands_for: dict[str, Tensor], llama: bool = True) -> Any:
+def restored(model: Any, stands_for: dict[str, Tensor]) -> Any:
     """The model with the weights that a file stands for."""
-    weights = {name: interleaved_back(name, each) if llama else each for name, each in stands_for.items()}
+    turned = FAMILIES[model.config.model_type][1] is interleaved
+    weights = {
+        name: interleaved(name, each, model.config, (-1, 2)) if turned else each for name, each in stands_for.items()
+    }
     model.load_state_dict(weights, strict=False)
     return model.eval()
 
@@ -121,12 +49,6 @@ def restored(model: Any, stands_for: dict[str, Tensor], llama: bool = True) -> A
 def layers(model: Any) -> dict[str, QuantizedLinear]:
     """The quantized layers by the names of their weights."""
     return {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}
-
-
-def logits(model: Any) -> Tensor:
-    """The logits of a text."""
-    with torch.inference_mode():
-        return model(TEXT).logits
 
 
 CODES = dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"), "int8?group=32")
@@ -143,12 +65,12 @@ def test_weights_are_exactly_what_the_files_say(format: str, tmp_path: Path) -> 
     assert found.keys() == stands_for.keys() - {"model.embed_tokens.weight"} and len(found) == 15
     for name, layer in found.items():
         assert str(layer.precision) == CODES[format]
-        assert torch.equal(interleaved(name, layer.plain_weight()), stands_for[name])
+        assert torch.equal(interleaved(name, layer.plain_weight(), loaded.config), stands_for[name])
     assert isinstance(embeddings, QuantizedEmbedding) and not layers(numbers)
     assert torch.equal(embeddings.weight, stands_for["model.embed_tokens.weight"])
     assert torch.equal(embeddings(TEXT), stands_for["model.embed_tokens.weight"][TEXT])
     for name, weight in stands_for.items():
-        assert torch.equal(interleaved(name, numbers.get_parameter(name)), weight)
+        assert torch.equal(interleaved(name, numbers.get_parameter(name), numbers.config), weight)
 
 
 def test_control_a_weight_in_bfloat16_scales_is_not_what_the_file_says(tmp_path: Path) -> None:
@@ -167,7 +89,7 @@ def test_numbers_stay_what_they_are(format: str, dtype: torch.dtype, tmp_path: P
     loaded = load_model(tmp_path / "tiny.gguf")
     assert not layers(loaded) and loaded.dtype == dtype
     for name, weight in stands_for.items():
-        assert torch.equal(interleaved(name, loaded.get_parameter(name)).float(), weight)
+        assert torch.equal(interleaved(name, loaded.get_parameter(name), loaded.config).float(), weight)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
@@ -205,14 +127,12 @@ def test_logits_are_those_of_the_weights_with_inputs_as_they_are(format: str, tm
     """Rounded to 8 bits, inputs give others; with the offsets left out, they are far away."""
     want = logits(restored(plain(width=256), written(plain(width=256), tmp_path / "tiny.gguf", format)))
     exact, near = (load_model(tmp_path / "tiny.gguf", activations=each) for each in ("float", "int8"))
-    gap = float((logits(exact) - want).abs().max() / want.std())
-    rounded = float((logits(near) - want).abs().max() / want.std())
-    assert gap < 1e-4 < 1e-3 < rounded < 0.2
+    assert gap(logits(exact), want) < 1e-4 < 1e-3 < gap(logits(near), want) < 0.2
     if format == "Q4_K":
         for layer in layers(exact).values():
             assert layer.zeros is not None
             layer.zeros.zero_()
-        assert float((logits(exact) - want).abs().max() / want.std()) > 0.5
+        assert gap(logits(exact), want) > 0.5
 
 
 def test_inputs_stay_as_they_are_for_a_while(tmp_path: Path) -> None:
@@ -244,11 +164,7 @@ def test_the_check_passes_on_it_and_a_broken_head_exceeds_its_bound(format: str,
 
 def test_rows_of_other_families_stay_where_they_are(tmp_path: Path) -> None:
     """Qwen 2 has biases beside, which llama.cpp stores as they are too."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False)).eval()
-    torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias)
+    model = tiny("qwen2", tie_word_embeddings=False)
     stands_for = written(model, tmp_path / "tiny.gguf", "Q4_0")
     found = layers(load_model(tmp_path / "tiny.gguf"))
     assert len(found) == 15 and all(torch.equal(each.plain_weight(), stands_for[name]) for name, each in found.items())
@@ -264,27 +180,21 @@ def test_rows_that_stayed_as_llama_cpp_orders_them_are_seen(tmp_path: Path) -> N
     assert float((weight - stands_for[name]).abs().max()) > 0.1 * float(weight.abs().mean())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_tied_head_and_the_embeddings_are_the_same_codes(family: str, tmp_path: Path) -> None:
     """Also where the embeddings have a factor, as Gemma's."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
-    config = Gemma3TextConfig(**sizes, **heads, initializer_range=0.2, query_pre_attn_scalar=16)
-    model: Any = plain(tied=True) if family == "llama" else Gemma3ForCausalLM(config)
+    model = tiny(family, head_dim=16, query_pre_attn_scalar=16, tie_word_embeddings=True)
     stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0", lambda writer: writer.add_key_length(16))
     loaded = load_model(tmp_path / "tiny.gguf", activations="float")
     head, embeddings = layers(loaded)["lm_head.weight"], loaded.get_input_embeddings()
     assert head.codes.data_ptr() == embeddings.codes.data_ptr()
-    want = logits(restored(model, stands_for, family == "llama"))
-    assert float((logits(loaded) - want).abs().max() / want.std()) < 1e-4
+    want = logits(restored(model, stands_for))
+    assert gap(logits(loaded), want) < 1e-4
 
 
 def test_rotations_of_llama_3_are_stretched(tmp_path: Path) -> None:
     """llama.cpp stores the factors only; factors of no known kind are refused."""
-    config = LlamaConfig(**plain().config.to_dict() | {"rope_parameters": STRETCHED})
-    torch.manual_seed(0)
-    model, others = LlamaForCausalLM(config).eval(), plain()
+    model, others = tiny("llama", rope_parameters=STRETCHED), plain()
     factors = others.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
 
     def more(writer: Any, factors: Tensor = factors) -> None:
@@ -292,9 +202,8 @@ def test_rotations_of_llama_3_are_stretched(tmp_path: Path) -> None:
 
     stands_for = written(model, tmp_path / "tiny.gguf", "Q8_0", more)
     want = logits(restored(model, stands_for))
-    found = logits(load_model(tmp_path / "tiny.gguf", activations="float"))
-    assert float((found - want).abs().max() / want.std()) < 1e-4
-    assert float((logits(restored(others, stands_for)) - want).abs().max() / want.std()) > 1e-3
+    assert gap(logits(load_model(tmp_path / "tiny.gguf", activations="float")), want) < 1e-4
+    assert gap(logits(restored(others, stands_for)), want) > 1e-3
     written(model, tmp_path / "odd.gguf", "Q8_0", lambda writer: more(writer, factors.flip(0)))
     with pytest.raises(ValueError, match=r"odd\.gguf.*rotations are stretched in a way"):
         load_model(tmp_path / "odd.gguf")
@@ -319,9 +228,8 @@ def test_it_compiles_with_the_same_texts(tmp_path: Path) -> None:
     """Without a warning, which would be an error here: embeddings in codes take texts of any length."""
     written(plain(tied=True, width=256), tmp_path / "tiny.gguf", "Q4_K")
     engine = slipstream.load(tmp_path / "tiny.gguf", "lookup", compile=True, gamma=2)
-    fast, slow = (
-        engine.generate([[5, 17, 42, 5, 17]], max_new_tokens=20, temperature=0, plain=each) for each in (False, True)
-    )
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0}
+    fast, slow = (engine.generate([5, 17, 42, 5, 17], plain=each, **options) for each in (False, True))
     assert fast[0].tokens == slow[0].tokens
 
 
@@ -367,10 +275,7 @@ def test_what_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_an_unknown_family_is_refused_in_a_sentence(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "rwkv.gguf", "rwkv7")
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ValueError, match=r"rwkv\.gguf.*it is of the family 'rwkv7', which is not read from"):
         load_model(tmp_path / "rwkv.gguf")
 

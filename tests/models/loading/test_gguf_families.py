@@ -6,76 +6,26 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.models.loading.gguf_file import GgufFile
 from slipstream.models.loading.gguf_tokenizer import SPLITS, tokenizer_of
 from slipstream.models.loading.load import load_model
+from toys.gguf_files import Rows, as_it_is, gap, grouped, interleaved, logits, raised, tiny, write
 from toys.kernels import needs_kernel
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 pytestmark = needs_kernel
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}
-TEXT = torch.tensor([[1, 17, 42, 5, 17, 80, 33, 2, 61, 90, 12, 44, 7, 7, 29, 55, 3, 70, 8, 21]])
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def tiny(kind: str, **changes: Any) -> Any:
-    """A random model whose norms and biases have an effect too."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes)).float().eval()
-    for name, weight in model.named_parameters():
-        torch.nn.init.normal_(weight, float(name.endswith("norm.weight") and "gemma" not in kind), 0.1)
-    return model
-
-
-def logits(model: Any) -> Tensor:
-    with torch.inference_mode():
-        return model(TEXT).logits
-
-
-def same(found: Tensor, want: Tensor) -> bool:
-    return float((found - want).abs().max() / want.std()) < 1e-4
-
-
-Pieces = dict[str, Tensor]
-
-
-def interleaved(name: str, weight: Tensor, config: Any) -> Pieces:
-    """The halves of what is rotated in turns."""
-    counts = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    count = counts.get(name.split(".")[-2])
-    turned = weight.view(count, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape) if count else weight
-    return {name: turned}
-
-
-def raised(name: str, weight: Tensor, config: Any) -> Pieces:
-    return {name: weight + 1 if "norm" in name else weight}
-
-
-def grouped(name: str, weight: Tensor, config: Any) -> Pieces:
-    """All queries, then all keys, then all values."""
-    if "attn_qkv" not in name:
-        return {name: weight}
-    groups = getattr(config, "num_kv_heads", config.num_attention_heads)
-    heads = weight.view(groups, -1, config.hidden_size // config.num_attention_heads, *weight.shape[1:])
-    parts = (heads[:, :-2], heads[:, -2], heads[:, -1])
-    return {name: torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])}
-
-
-def as_it_is(name: str, weight: Tensor, config: Any) -> Pieces:
-    return {name: weight}
+FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
+NEOX = {"rope.dimension_count": 4, "use_parallel_residual": True}
+EXPERTS_TOLD = {"expert_count": 4, "expert_used_count": 2}
 
 
 @dataclass(frozen=True)
@@ -84,19 +34,19 @@ class Case:
 
     family: str
     kind: str
-    written: Callable[[str, Tensor, Any], Pieces] = as_it_is
+    rows: Rows = as_it_is
     changes: dict[str, Any] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
     "biases": Case("llama", "llama", interleaved, {"attention_bias": True, "mlp_bias": True}),
-    "mixtral": Case("llama", "mixtral", interleaved, EXPERTS, {"expert_count": 4, "expert_used_count": 2}),
+    "mixtral": Case("llama", "mixtral", interleaved, EXPERTS, EXPERTS_TOLD),
     "qwen3moe": Case(
         "qwen3moe",
         "qwen3_moe",
         changes=EXPERTS | {"moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
-        told={"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 32},
+        told=EXPERTS_TOLD | {"expert_feed_forward_length": 32, "attention.key_length": 32},
     ),
     "gemma2": Case(
         "gemma2",
@@ -110,28 +60,11 @@ CASES = {
         "granitemoe",
         interleaved,
         {**EXPERTS, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
-        {
-            "expert_count": 4,
-            "expert_used_count": 2,
-            "embedding_scale": 2.0,
-            "attention.scale": 0.2,
-            "residual_scale": 0.5,
-        },
+        EXPERTS_TOLD | {"embedding_scale": 2.0, "attention.scale": 0.2, "residual_scale": 0.5},
     ),
     "granite": Case("granite", "granite", interleaved, {"logits_scaling": 3.0}, {"logit_scale": 3.0}),
-    "falcon": Case(
-        "falcon",
-        "falcon",
-        grouped,
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
-    ),
-    "gptneox": Case(
-        "gptneox",
-        "gpt_neox",
-        grouped,
-        {"num_key_value_heads": 4},
-        {"rope.dimension_count": 4, "use_parallel_residual": True},
-    ),
+    "falcon": Case("falcon", "falcon", grouped, FALCON | {"ffn_hidden_size": 96}),
+    "gptneox": Case("gptneox", "gpt_neox", grouped, {"num_key_value_heads": 4}, NEOX),
     "olmo3": Case(
         "olmo2",
         "olmo3",
@@ -153,89 +86,45 @@ CASES = {
 }
 
 
-def write(case: Case, model: Any, file: Path) -> None:
-    """Write a model as llama.cpp's converter does."""
-    config, names = model.config, {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    writer = gguf.GGUFWriter(file, case.family)
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_kv_heads", getattr(config, "num_key_value_heads", 4)))
-    epsilons = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-    epsilon = next(getattr(config, name) for name in epsilons if hasattr(config, name))
-    (writer.add_layer_norm_rms_eps if hasattr(config, "rms_norm_eps") else writer.add_layer_norm_eps)(epsilon)
-    rotation = config.rope_parameters
-    writer.add_rope_freq_base(rotation.get("full_attention", rotation)["rope_theta"])
-    for key, value in case.told.items():
-        kinds: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
-        kinds[list] = writer.add_array
-        kinds[type(value)](f"{case.family}.{key}", value)
-    known = gguf.get_tensor_name_map(names[case.family], config.num_hidden_layers)
-    for full, weight in model.state_dict().items():
-        if full == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stem, _, part = full.rpartition(".")
-        if "experts.gate_up_proj" in full or "input_linear" in full:
-            gate, up = weight.chunk(2, 1)
-            block = full.split(".")[2]
-            pieces = {f"blk.{block}.ffn_gate_exps.weight": gate, f"blk.{block}.ffn_up_exps.weight": up}
-        else:
-            stem, part = (stem, part) if part in ("weight", "bias") else (full, "weight")
-            stem = stem.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp")
-            name = known.get_name(stem) or known.get_name(stem.partition(".")[2]) or f"none.{full}"
-            pieces = case.written(f"{name}.{part}", weight, config)
-        for name, piece in pieces.items():
-            writer.add_tensor(name, piece.contiguous().numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def put(case: Case, model: Any, folder: Path, **more: Any) -> Path:
+    """The file of a model as the case has it."""
+    write(model, folder / "odd.gguf", case.family, case.rows, case.told, **more)
+    return folder / "odd.gguf"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_model_that_was_written(name: str, tmp_path: Path) -> None:
-    case, file = CASES[name], tmp_path / "tiny.gguf"
-    model = tiny(case.kind, **case.changes)
-    write(case, model, file)
-    assert same(logits(load_model(file)), logits(model))
+    model = tiny(CASES[name].kind, **CASES[name].changes)
+    assert gap(logits(load_model(put(CASES[name], model, tmp_path))), logits(model)) < 1e-4
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("biases", as_it_is), ("gemma2", as_it_is), ("falcon", as_it_is)])
-def test_control_other_rows_and_norms_give_other_logits(name: str, wrong: Any, tmp_path: Path) -> None:
-    case, file = CASES[name], tmp_path / "tiny.gguf"
-    model = tiny(case.kind, **case.changes)
-    write(Case(case.family, case.kind, wrong, case.changes, case.told), model, file)
-    assert not same(logits(load_model(file)), logits(model))
+@pytest.mark.parametrize("name", ["biases", "gemma2", "falcon"])
+def test_control_other_rows_and_norms_give_other_logits(name: str, tmp_path: Path) -> None:
+    model = tiny(CASES[name].kind, **CASES[name].changes)
+    assert gap(logits(load_model(put(replace(CASES[name], rows=as_it_is), model, tmp_path))), logits(model)) > 1e-2
 
 
 def test_tensors_that_have_no_place_are_refused(tmp_path: Path) -> None:
     """Instead of being left out, as biases that a configuration does not tell."""
-    model, file = tiny("granite", attention_bias=False), tmp_path / "odd.gguf"
-
-    def twice(name: str, weight: Tensor, config: Any) -> Pieces:
-        more = {"blk.0.attn_sinks.weight": torch.zeros(4)} if name == "blk.0.attn_q.weight" else {}
-        return interleaved(name, weight, config) | more
-
-    write(Case("granite", "granite", twice), model, file)
-    with pytest.raises(
-        ValueError, match=r"differs from the models of its family \(granite\) in 1 tensors \(blk\.0\.attn"
-    ):
+    case, sinks = Case("granite", "granite", interleaved), np.zeros(4, np.float32)
+    file = put(case, tiny("granite"), tmp_path, more=lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", sinks))
+    with pytest.raises(ValueError, match=r"models of its family \(granite\) in 1 tensors \(blk\.0\.attn"):
         load_model(file)
 
 
-def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
-    told = {"expert_count": 4, "expert_used_count": [1, 2]}
-    write(Case("llama", "mixtral", interleaved, told=told), tiny("mixtral", **EXPERTS), tmp_path / "odd.gguf")
-    with pytest.raises(ValueError, match=r"its layers differ in num_experts_per_tok \(1, 2\)"):
-        load_model(tmp_path / "odd.gguf")
-
-
-def test_factors_that_the_family_does_not_have_are_refused(tmp_path: Path) -> None:
-    write(Case("llama", "llama", interleaved, told={"residual_scale": 0.5}), tiny("llama"), tmp_path / "odd.gguf")
-    with pytest.raises(ValueError, match=r"tells residual_multiplier \(0.5\), which models of its family \(llama\)"):
-        load_model(tmp_path / "odd.gguf")
+@pytest.mark.parametrize(
+    ("kind", "told", "sentence"),
+    [
+        ("mixtral", {"expert_count": 4, "expert_used_count": [1, 2]}, r"differ in num_experts_per_tok \(1, 2\)"),
+        ("llama", {"residual_scale": 0.5}, r"tells residual_multiplier \(0.5\), which models of its family \(llama\)"),
+    ],
+)
+def test_layers_that_differ_and_factors_of_other_families_are_refused(
+    kind: str, told: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    file = put(Case("llama", kind, interleaved, told=told), tiny(kind, **EXPERTS), tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        load_model(file)
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
@@ -278,11 +167,9 @@ def test_whole_words_come_before_merges_where_the_vocabulary_was_made_so() -> No
 
 
 def test_spaces_that_are_found_first_are_other_tokens_than_merged_ones() -> None:
-    kinds = [1] * 95 + [1, 4]
-    file = words("ĠĠ", "  ", merges=["Ġ Ġ"], token_type=kinds)
-    tokenizer = tokenizer_of(file)
-    assert tokenizer("a  b", add_special_tokens=False)["input_ids"][1] == 96
-    assert tokenizer.decode(tokenizer("a  b", add_special_tokens=False)["input_ids"]) == "a  b"
+    tokenizer = tokenizer_of(words("ĠĠ", "  ", merges=["Ġ Ġ"], token_type=[1] * 96 + [4]))
+    found = tokenizer("a  b", add_special_tokens=False)["input_ids"]
+    assert found[1] == 96 and tokenizer.decode(found) == "a  b"
 
 
 @pytest.mark.parametrize(("prefix", "first"), [(True, "▁▁a"), (False, "▁a")])
@@ -295,31 +182,26 @@ def test_a_space_is_put_before_texts_unless_the_file_says_otherwise(prefix: bool
 
 # ---- with llama.cpp's own converter ---------------------------------------------------------------------------------
 
-REAL = {
-    **{
-        name: {} for name in ("llama", "qwen2", "starcoder2", "granite", "olmo", "olmo2", "cohere", "ernie4_5", "arcee")
-    },
+ALIKE = ("llama", "qwen2", "starcoder2", "granite", "olmo", "olmo2", "cohere", "ernie4_5", "arcee", "stablelm")
+REAL: dict[str, dict[str, Any]] = {
+    **{name: {} for name in (*ALIKE, "nemotron")},
     **{name: {"head_dim": 16} for name in ("glm4", "hunyuan_v1_dense", "seed_oss")},
     **{name: {"head_dim": 32} for name in ("qwen3", "gemma")},
-    "mixtral": EXPERTS,
-    "granitemoe": EXPERTS,
-    "olmoe": EXPERTS,
+    **dict.fromkeys(("mixtral", "granitemoe", "olmoe"), EXPERTS),
     "qwen2_moe": EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "qwen3_moe": EXPERTS | {"moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
     "gemma2": {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
-    "olmo3": {"sliding_window": 8},
-    "exaone4": {"sliding_window": 8},
+    **{name: {"sliding_window": 8} for name in ("olmo3", "exaone4")},
     "gemma4_text": {"num_hidden_layers": 4, "head_dim": 32, "global_head_dim": 64, "sliding_window": 8}
     | {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32}
     | {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "phi": {"intermediate_size": 256, "num_key_value_heads": 4},
     "phi3": {"eos_token_id": 1, "bos_token_id": 1},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False},
+    "falcon": FALCON | {"bias": False},
     "bloom": {"n_layer": 2, "n_head": 4},
-    "stablelm": {},
-    "nemotron": {},
     "smollm3": {"num_hidden_layers": 4},
 }
+needs_llama_cpp = pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no checkout of llama.cpp")
 CONVERT = """  # convert a folder without a tokenizer: python -c CONVERT CHECKOUT FOLDER FILE
 import sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
@@ -337,7 +219,7 @@ converter.main()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no checkout of llama.cpp")
+@needs_llama_cpp
 @pytest.mark.parametrize("kind", REAL)
 def test_files_of_the_converter_give_the_logits_of_the_model(kind: str, tmp_path: Path) -> None:
     model = tiny(kind, **REAL[kind])
@@ -348,11 +230,11 @@ def test_files_of_the_converter_give_the_logits_of_the_model(kind: str, tmp_path
     command = [sys.executable, "-W", "ignore", "-c", CONVERT, os.environ["LLAMA_CPP"], str(tmp_path), str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert same(logits(load_model(file)), logits(model))
+    assert gap(logits(load_model(file)), logits(model)) < 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no checkout of llama.cpp")
+@needs_llama_cpp
 def test_vocabularies_of_llama_cpp_give_its_tokens() -> None:
     tried = 0
     for file in sorted(Path(os.environ["LLAMA_CPP"], "models").glob("ggml-vocab-*.gguf")):
@@ -362,9 +244,7 @@ def test_vocabularies_of_llama_cpp_give_its_tokens() -> None:
         tokenizer = tokenizer_of(GgufFile.read(file))
         inputs = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
         for text, line in zip(inputs, expected.read_text().split("\n"), strict=False):
-            assert tokenizer(text, add_special_tokens=False)["input_ids"] == [*map(int, line.split())], (
-                file.name,
-                text,
-            )
+            found = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert found == [*map(int, line.split())], (file.name, text)
             tried += 1
     assert tried > 500
