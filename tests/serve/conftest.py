@@ -91,6 +91,12 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
 def replicas() -> Iterator[ServerProcess]:
     """Two replicas of the same pair on a Ray cluster of their own."""
     more = ("--target", "embedded", "--ray", "--replicas", "2", "--max-rows", "2")

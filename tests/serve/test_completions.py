@@ -5,6 +5,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -107,32 +108,29 @@ def test_acceptance_is_told(client: openai.OpenAI) -> None:
     assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
 
 
-def test_other_projects_names_are_served(server: ServerProcess) -> None:
+def test_other_projects_names_are_served(http: httpx.Client) -> None:
     asked = {"prompt": PROMPT, "temperature": 0}
-    with server.http() as http:
 
-        def post(**more: Any) -> Any:
-            answer = http.post("/v1/completions", json={**asked, **more})
-            assert answer.status_code == 200, answer.text
-            return answer.json()
+    def post(**more: Any) -> Any:
+        answer = http.post("/v1/completions", json={**asked, **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
-        def text(**more: Any) -> str:
-            return post(**more)["choices"][0]["text"]
+    def text(**more: Any) -> str:
+        return post(**more)["choices"][0]["text"]
 
-        penalized = text(max_tokens=24, repetition_penalty=1.5)
-        assert text(n_predict=24, repeat_penalty=1.5) == penalized != text(max_tokens=24)
-        forms = {"regex": "[0-9]{3}", "choice": ["yes", "no"], "grammar": 'start: "a"', "json": {"const": 7}}
-        for form, value in forms.items():
-            assert text(**{f"guided_{form}": value}) == text(structured_outputs={form: value})
-        long = {"prompt": PROMPT * 20, "max_tokens": 2}
-        counts = [post(**long, cache_prompt=use)["timings"]["cache_n"] for use in (True, True, False, None)]
-        assert counts[1] == counts[3] > 0 == counts[2]
-        with http.stream(
-            "POST", "/v1/completions", json={**asked, "stream": True, "timings_per_token": True}
-        ) as stream:
-            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
-        counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
-        assert len(counts) > 2 and counts == sorted(counts) and counts[-1] == 16
+    penalized = text(max_tokens=24, repetition_penalty=1.5)
+    assert text(n_predict=24, repeat_penalty=1.5) == penalized != text(max_tokens=24)
+    forms = {"regex": "[0-9]{3}", "choice": ["yes", "no"], "grammar": 'start: "a"', "json": {"const": 7}}
+    for form, value in forms.items():
+        assert text(**{f"guided_{form}": value}) == text(structured_outputs={form: value})
+    long = {"prompt": PROMPT * 20, "max_tokens": 2}
+    counts = [post(**long, cache_prompt=use)["timings"]["cache_n"] for use in (True, True, False, None)]
+    assert counts[1] == counts[3] > 0 == counts[2]
+    with http.stream("POST", "/v1/completions", json={**asked, "stream": True, "timings_per_token": True}) as stream:
+        chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    assert len(counts) > 2 and counts == sorted(counts) and counts[-1] == 16
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -178,15 +176,14 @@ def test_another_model_is_a_404(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(server: ServerProcess, path: str) -> None:
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for(http: httpx.Client, path: str) -> None:
     chat = [{"role": "user", "content": PROMPT * 200}]
     fields = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}
     field, prompt = fields[path], chat if "chat" in path else PROMPT * 200
-    with server.http() as http:
-        for value, code in ((prompt, "context_length_exceeded"), (5, None)):
-            answer = http.post(path, json={field: value, "stream": True})
-            assert answer.status_code == 400
-            assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == (code, field)
+    for value, code in ((prompt, "context_length_exceeded"), (5, None)):
+        answer = http.post(path, json={field: value, "stream": True})
+        assert answer.status_code == 400
+        assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == (code, field)
 
 
 def test_beam_search_is_the_librarys(client: openai.OpenAI, engine: slipstream.Engine) -> None:
@@ -201,10 +198,9 @@ def test_beam_search_is_the_librarys(client: openai.OpenAI, engine: slipstream.E
     assert answer.usage.prompt_tokens == sum(one.prompt_tokens for one in expected[::2])
 
 
-def test_a_search_is_counted_by_the_metrics(server: ServerProcess) -> None:
+def test_a_search_is_counted_by_the_metrics(server: ServerProcess, http: httpx.Client) -> None:
     def count(name: str) -> float:
-        with server.http() as http:
-            lines = http.get("/metrics").text.splitlines()
+        lines = http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slipstream:{name}"))
 
     names = (

@@ -69,10 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seeing(folder: Path, host: str) -> Iterator[ServerProcess]:
+def seeing(folder: Path, host: str) -> Iterator[httpx.Client]:
     arguments = ("--target", str(folder), "--draft", "lookup", "--allow-image-host", host)
-    with ServerProcess.start(*arguments) as started:
-        yield started
+    with ServerProcess.start(*arguments) as started, started.http() as client:
+        yield client
 
 
 def asked(*urls: str) -> dict[str, Any]:
@@ -80,22 +80,16 @@ def asked(*urls: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 10, "temperature": 0}
 
 
-def test_a_chat_about_an_image(seeing: ServerProcess, folder: Path, host: str) -> None:
+def test_a_chat_about_an_image(seeing: httpx.Client, folder: Path, host: str) -> None:
     engine = slipstream.load(folder)
-    with seeing.http() as client:
-        for url in (data_url(picture(1)), f"http://{host}/picture.png", f"http://{host}/here"):
-            answer = client.post("/v1/chat/completions", json=asked(url))
-            assert answer.status_code == 200, answer.text
-            chat = [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": QUESTION}],
-                }
-            ]
-            [wanted] = engine.generate([chat], max_new_tokens=10)
-            assert answer.json()["choices"][0]["message"]["content"] == wanted.text
-            assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
-        assert client.post("/tokenize", json={"messages": asked(data_url(picture(1)))["messages"]}).json()["count"] > 4
+    for url in (data_url(picture(1)), f"http://{host}/picture.png", f"http://{host}/here"):
+        answer = seeing.post("/v1/chat/completions", json=asked(url))
+        assert answer.status_code == 200, answer.text
+        content = [{"type": "image", "image": picture(1)}, {"type": "text", "text": QUESTION}]
+        [wanted] = engine.generate([[{"role": "user", "content": content}]], max_new_tokens=10)
+        assert answer.json()["choices"][0]["message"]["content"] == wanted.text
+        assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
+    assert seeing.post("/tokenize", json={"messages": asked(data_url(picture(1)))["messages"]}).json()["count"] > 4
 
 
 @pytest.mark.parametrize(
@@ -108,23 +102,20 @@ def test_a_chat_about_an_image(seeing: ServerProcess, folder: Path, host: str) -
         ("http://[", "an address that is none"),
     ],
 )
-def test_other_images_are_refused(seeing: ServerProcess, url: str, says: str) -> None:
-    with seeing.http() as client:
-        answer = client.post("/v1/chat/completions", json=asked(url))
+def test_other_images_are_refused(seeing: httpx.Client, url: str, says: str) -> None:
+    answer = seeing.post("/v1/chat/completions", json=asked(url))
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "messages"
 
 
-def test_too_many_images_are_refused(seeing: ServerProcess) -> None:
-    with seeing.http() as client:
-        answer = client.post("/v1/chat/completions", json=asked(*[data_url(picture(1))] * 17))
+def test_too_many_images_are_refused(seeing: httpx.Client) -> None:
+    answer = seeing.post("/v1/chat/completions", json=asked(*[data_url(picture(1))] * 17))
     assert "holds 17 images, but at most 16" in answer.json()["error"]["message"]
 
 
-def test_a_model_for_texts_says_which_field_it_cannot_read(server: ServerProcess) -> None:
-    with server.http() as client:
-        answer: httpx.Response = client.post("/v1/chat/completions", json=asked(data_url(picture(1))))
+def test_a_model_for_texts_says_which_field_it_cannot_read(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json=asked(data_url(picture(1))))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages"
     assert "reads text only" in answer.json()["error"]["message"]

@@ -84,12 +84,11 @@ def test_an_editor_gets_the_middle(filling: httpx.Client) -> None:
     assert answer.status_code == 200, found
     assert found["stop"] is True and found["tokens_predicted"] <= 8 and found["timings"]["predicted_n"] <= 8
     assert "samplers" in answer.headers["x-slipstream-ignored"]
-    completed = filling.post(
-        "/v1/completions", json={"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 8, "temperature": 0}
-    ).json()
+    asked = {"prompt": PREFIX, "max_tokens": 8, "temperature": 0}
+    completed = filling.post("/v1/completions", json={**asked, "suffix": SUFFIX}).json()
     assert completed["choices"][0]["text"] == found["content"]
     assert completed["usage"]["prompt_tokens"] == found["tokens_evaluated"]
-    plain = filling.post("/v1/completions", json={"prompt": PREFIX, "max_tokens": 8, "temperature": 0}).json()
+    plain = filling.post("/v1/completions", json=asked).json()
     assert plain["usage"]["prompt_tokens"] < completed["usage"]["prompt_tokens"]
     picked = filling.post("/infill", json={**ASKED, "response_fields": ["content", "timings/predicted_n", "no"]}).json()
     assert picked == {"content": found["content"], "timings/predicted_n": found["timings"]["predicted_n"]}
@@ -99,18 +98,15 @@ def test_an_editor_gets_the_middle(filling: httpx.Client) -> None:
     assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-def test_what_cannot_be_filled_in_is_refused(filling: httpx.Client, server: ServerProcess) -> None:
+def test_what_cannot_be_filled_in_is_refused(filling: httpx.Client, http: httpx.Client) -> None:
     for body in ({"prompt": PREFIX, "echo": True}, {"prompt": [1, 2]}):
         answer = filling.post("/v1/completions", json={**body, "suffix": SUFFIX})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
-    with server.http() as http:  # the embedded pair has no such tokens
-        for path, body, field in (
-            ("/infill", ASKED, "input_suffix"),
-            ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
-        ):
-            answer = http.post(path, json=body)
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == field
-        assert http.post("/v1/completions", json={"prompt": "x", "suffix": "", "max_tokens": 1}).status_code == 200
+    completion = ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix")
+    for path, body, field in (("/infill", ASKED, "input_suffix"), completion):  # the embedded pair has no such tokens
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    assert http.post("/v1/completions", json={"prompt": "x", "suffix": "", "max_tokens": 1}).status_code == 200
 
 
 def test_a_folder_is_called_by_its_name(filling: httpx.Client) -> None:
@@ -118,7 +114,7 @@ def test_a_folder_is_called_by_its_name(filling: httpx.Client) -> None:
     assert filling.post("/infill", json={**ASKED, "model": "toy-coder", "n_predict": 1}).json()["model"] == "toy-coder"
 
 
-def test_only_allowed_origins_may_read_answers(filling: httpx.Client, server: ServerProcess) -> None:
+def test_only_allowed_origins_may_read_answers(filling: httpx.Client, http: httpx.Client) -> None:
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     header = "access-control-allow-origin"
     for origin, allowed in (("https://editor.example", True), ("https://other.example", False)):
@@ -126,5 +122,4 @@ def test_only_allowed_origins_may_read_answers(filling: httpx.Client, server: Se
         after = filling.get("/v1/models", headers={"Origin": origin})
         assert [before.headers.get(header), after.headers.get(header)] == [origin if allowed else None] * 2
         assert before.is_success == allowed
-    with server.http() as http:
-        assert header not in http.get("/v1/models", headers={"Origin": "https://editor.example"}).headers
+    assert header not in http.get("/v1/models", headers={"Origin": "https://editor.example"}).headers

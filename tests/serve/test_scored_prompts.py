@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,15 +51,14 @@ def likelihood(text: str, continuation: str) -> float:
     return float(logs[len(before) - 1 :].sum())
 
 
-def test_echo_with_logprobs_scores_the_prompt(server: ServerProcess) -> None:
+def test_echo_with_logprobs_scores_the_prompt(http: httpx.Client) -> None:
     tokenizer, prompts = loaded()[0], [text + more for text, *two in ITEMS[:4] for more in two]
     ids = [tokenizer.encode(each) for each in prompts]
     harness = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    with server.http() as http:
-        answers = [
-            http.post("/v1/completions", json={**harness, "prompt": prompt, "max_tokens": most}).json()["choices"]
-            for prompt, most in ((ids, 1), (ids, 0), (prompts, 0))
-        ]
+    answers = [
+        http.post("/v1/completions", json={**harness, "prompt": prompt, "max_tokens": most}).json()["choices"]
+        for prompt, most in ((ids, 1), (ids, 0), (prompts, 0))
+    ]
     for place, (one, nothing, texts) in enumerate(zip(*answers, strict=True)):
         found, want = one["logprobs"], scores(ids[place])
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
@@ -88,10 +88,9 @@ def test_a_stream_scores_the_prompt_with_its_first_chunk(server: ServerProcess) 
             )
 
 
-def test_without_echo_a_token_has_to_be_written(server: ServerProcess) -> None:
-    with server.http() as http:
-        refused = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 0, "logprobs": 1})
-        only = http.post("/v1/completions", json={"prompt": "x =", "max_tokens": 0, "echo": True}).json()
+def test_without_echo_a_token_has_to_be_written(http: httpx.Client) -> None:
+    refused = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 0, "logprobs": 1})
+    only = http.post("/v1/completions", json={"prompt": "x =", "max_tokens": 0, "echo": True}).json()
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
     assert (only["choices"][0]["text"], only["choices"][0]["logprobs"]) == ("x =", None)
     assert only["usage"]["completion_tokens"] == 0

@@ -63,69 +63,65 @@ def slow() -> Iterator[ServerProcess]:
         yield started
 
 
-def test_what_runs_is_told(server: ServerProcess) -> None:
-    with server.http() as http:
-        assert http.get("/health").json() == {"status": "ok"}
-        assert http.get("/version").json() == {"version": slipstream.__version__}
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["embedded"]
-        assert http.get("/v1/models/embedded").json()["id"] == "embedded"
-        assert http.get("/v1/models/other").status_code == 404
-        properties = http.get("/props").json()
-        assert properties["draft"] == "embedded" and properties["rule"] == "block" and properties["lossless"]
-        assert http.get("/models").json() == http.get("/v1/models").json()
-        assert http.get("/ping").json() == {"status": "ok"}
-        for path in ("/health", "/ping"):
-            assert (head := http.head(path)).status_code == 200 and head.content == b""
-        assert http.get("/nowhere").json()["error"]["message"] == "Not Found"
-        for host, status in (("evil.example", 403), ("here:80", 200), ("localhost", 200)):
-            assert http.get("/health", headers={"Host": host}).status_code == status
-        assert http.get("/v1/completions").status_code == 405
+def test_what_runs_is_told(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json() == {"version": slipstream.__version__}
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["embedded"]
+    assert http.get("/v1/models/embedded").json()["id"] == "embedded"
+    assert http.get("/v1/models/other").status_code == 404
+    properties = http.get("/props").json()
+    assert properties["draft"] == "embedded" and properties["rule"] == "block" and properties["lossless"]
+    assert http.get("/models").json() == http.get("/v1/models").json()
+    assert http.get("/ping").json() == {"status": "ok"}
+    for path in ("/health", "/ping"):
+        assert (head := http.head(path)).status_code == 200 and head.content == b""
+    assert http.get("/nowhere").json()["error"]["message"] == "Not Found"
+    for host, status in (("evil.example", 403), ("here:80", 200), ("localhost", 200)):
+        assert http.get("/health", headers={"Host": host}).status_code == status
+    assert http.get("/v1/completions").status_code == 405
 
 
-def test_texts_become_tokens_and_back(server: ServerProcess, engine: slipstream.Engine) -> None:
-    with server.http() as http:
-        found = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
-        assert tuple(found["tokens"]) == engine.encode(PROMPT) and found["count"] == len(found["tokens"])
-        assert len(found["token_strs"]) == found["count"]
-        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == PROMPT
-        pieces = http.post("/tokenize", json={"content": PROMPT, "with_pieces": True}).json()["tokens"]
-        told = zip(found["tokens"], found["token_strs"], strict=True)
-        assert pieces == [{"id": token, "piece": text} for token, text in told]
-        chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
-        assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"].startswith("# user: x")
-        bare = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
-        assert http.post("/tokenize", json=bare).json()["count"] < chat["count"]
-        many = engine.encode("ä 😀\n") * 2000  # more than are decoded in one go
-        assert http.post("/detokenize", json={"tokens": many}).json()["content"] == engine.tokenizer.decode(many)
-        assert http.post("/tokenize", json={}).json()["error"]["param"] == "prompt"
-        assert http.post("/detokenize", json={"tokens": [1 << 30]}).json()["error"]["param"] == "tokens"
+def test_texts_become_tokens_and_back(http: httpx.Client, engine: slipstream.Engine) -> None:
+    found = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+    assert tuple(found["tokens"]) == engine.encode(PROMPT) and found["count"] == len(found["tokens"])
+    assert len(found["token_strs"]) == found["count"]
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == PROMPT
+    pieces = http.post("/tokenize", json={"content": PROMPT, "with_pieces": True}).json()["tokens"]
+    told = zip(found["tokens"], found["token_strs"], strict=True)
+    assert pieces == [{"id": token, "piece": text} for token, text in told]
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"].startswith("# user: x")
+    bare = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+    assert http.post("/tokenize", json=bare).json()["count"] < chat["count"]
+    many = engine.encode("ä 😀\n") * 2000  # more than are decoded in one go
+    assert http.post("/detokenize", json={"tokens": many}).json()["content"] == engine.tokenizer.decode(many)
+    assert http.post("/tokenize", json={}).json()["error"]["param"] == "prompt"
+    assert http.post("/detokenize", json={"tokens": [1 << 30]}).json()["error"]["param"] == "tokens"
 
 
-def test_bodies_that_are_none(server: ServerProcess) -> None:
-    with server.http() as http:
-        for content in (b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b"null", b"NaN"):
-            answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-            assert answer.status_code == 400, content
-            assert answer.json()["error"]["type"] == "invalid_request_error"
-        halved = http.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=JSON)
-        assert halved.status_code == 400
-        assert http.post("/v1/completions", content=b"x" * (17 << 20), headers=JSON).status_code == 413
-        assert http.post("/v1/completions", content=iter([b"x" * (1 << 20)] * 17), headers=JSON).status_code == 413
-        many = {f"X-Header-{i}": "y" * 100 for i in range(2000)}
-        with suppress(httpx.ReadError):  # the connection is closed while headers still come: the answer may be lost
-            assert http.get("/health", headers=many).status_code in (400, 431)
-        assert http.get("/health").status_code == 200
+def test_bodies_that_are_none(http: httpx.Client) -> None:
+    for content in (b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b"null", b"NaN"):
+        answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, content
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    halved = http.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=JSON)
+    assert halved.status_code == 400
+    assert http.post("/v1/completions", content=b"x" * (17 << 20), headers=JSON).status_code == 413
+    assert http.post("/v1/completions", content=iter([b"x" * (1 << 20)] * 17), headers=JSON).status_code == 413
+    many = {f"X-Header-{i}": "y" * 100 for i in range(2000)}
+    with suppress(httpx.ReadError):  # the connection is closed while headers still come: the answer may be lost
+        assert http.get("/health", headers=many).status_code in (400, 431)
+    assert http.get("/health").status_code == 200
 
 
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize("megabytes", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_prompt_of_megabytes_is_refused_in_a_sentence(server: ServerProcess, megabytes: int) -> None:
-    with server.http() as http:
-        answer = http.post("/v1/completions", json={"prompt": "x = 1\n" * ((megabytes << 20) // 6)})
-        assert answer.status_code in (400, 413) and answer.json()["error"]["message"]
-        assert http.get("/health").status_code == 200
+def test_a_prompt_of_megabytes_is_refused_in_a_sentence(http: httpx.Client, megabytes: int) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "x = 1\n" * ((megabytes << 20) // 6)})
+    assert answer.status_code in (400, 413) and answer.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
 
 
 HALF = "\ud800"
@@ -152,11 +148,10 @@ TEXTS: dict[str, list[Any]] = {  # bodies with half of a character, in every fie
 
 
 @pytest.mark.parametrize("path", TEXTS)
-def test_half_of_a_character_is_refused_wherever_it_stands(server: ServerProcess, path: str) -> None:
-    with server.http() as http:
-        for body in TEXTS[path]:
-            answer = http.post(path, content=json.dumps(body), headers=JSON)
-            assert answer.status_code == 400 and answer.json()["error"]["message"], body
+def test_half_of_a_character_is_refused_wherever_it_stands(http: httpx.Client, path: str) -> None:
+    for body in TEXTS[path]:
+        answer = http.post(path, content=json.dumps(body), headers=JSON)
+        assert answer.status_code == 400 and answer.json()["error"]["message"], body
 
 
 LONG = "a" * 50_000
@@ -171,25 +166,23 @@ LONG_ONES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("field", LONG_ONES)
-def test_a_text_that_cannot_fit_is_refused_by_its_characters(server: ServerProcess, field: str) -> None:
+def test_a_text_that_cannot_fit_is_refused_by_its_characters(http: httpx.Client, field: str) -> None:
     path, body = LONG_ONES[field]
-    with server.http() as http:
-        answer = http.post(path, json=body)
+    answer = http.post(path, json=body)
     assert answer.status_code == 400
     assert "tokens of at most 40 characters each: shorten it" in answer.json()["error"]["message"]
 
 
-def test_what_can_never_be_served_is_no_429(server: ServerProcess) -> None:
-    with server.http() as http:
-        many = http.post("/v1/completions", json={"prompt": ["x"] * 128, "n": 32})
-        assert many.status_code == 400 and "4096 texts" in many.json()["error"]["message"]
-        other = http.post("/v1/completions", json={"prompt": "x", "speculative": {"draft": "nonsense"}})
-        assert other.status_code == 400 and "'nonsense'" in other.json()["error"]["message"]
-        same = {"prompt": "x", "max_tokens": 1, "speculative": {"draft": "embedded"}}
-        assert http.post("/v1/completions", json=same).status_code == 200
-        impossible = {"structured_outputs": {"choice": ["x"]}, "logit_bias": {"88": -100}}
-        answer = http.post("/v1/completions", json={"prompt": "x", **impossible})
-        assert answer.status_code == 400 and "no token is possible" in answer.json()["error"]["message"]
+def test_what_can_never_be_served_is_no_429(http: httpx.Client) -> None:
+    many = http.post("/v1/completions", json={"prompt": ["x"] * 128, "n": 32})
+    assert many.status_code == 400 and "4096 texts" in many.json()["error"]["message"]
+    other = http.post("/v1/completions", json={"prompt": "x", "speculative": {"draft": "nonsense"}})
+    assert other.status_code == 400 and "'nonsense'" in other.json()["error"]["message"]
+    same = {"prompt": "x", "max_tokens": 1, "speculative": {"draft": "embedded"}}
+    assert http.post("/v1/completions", json=same).status_code == 200
+    impossible = {"structured_outputs": {"choice": ["x"]}, "logit_bias": {"88": -100}}
+    answer = http.post("/v1/completions", json={"prompt": "x", **impossible})
+    assert answer.status_code == 400 and "no token is possible" in answer.json()["error"]["message"]
 
 
 def test_gauges_follow_clients_that_leave(slow: ServerProcess) -> None:
@@ -457,10 +450,9 @@ def test_an_address_in_use_is_a_sentence(server: ServerProcess) -> None:
     assert done.exit_code == 2 and "Traceback" not in done.stderr and "choose another --port" in done.stderr
 
 
-def test_metrics_count_what_was_served(server: ServerProcess) -> None:
-    with server.http() as http:
-        http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
-        lines = http.get("/metrics").text.splitlines()
+def test_metrics_count_what_was_served(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
+    lines = http.get("/metrics").text.splitlines()
     values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
     for prefix in ("slipstream", "vllm"):
         label = '{model_name="embedded"}'
@@ -478,14 +470,13 @@ def test_metrics_count_what_was_served(server: ServerProcess) -> None:
     assert {f'slipstream:graphs_total{{model_name="embedded",origin="{origin}"}}' for origin in ORIGINS} <= set(values)
 
 
-def test_the_dashboard_asks_for_series_that_are_there(server: ServerProcess) -> None:
+def test_the_dashboard_asks_for_series_that_are_there(http: httpx.Client) -> None:
     board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
     asked = {
         name for panel in board["panels"] for target in panel["targets"] for name in SERIES.findall(target["expr"])
     }
-    with server.http() as http:
-        http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
-        found = set(SERIES.findall(http.get("/metrics").text))
+    http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
+    found = set(SERIES.findall(http.get("/metrics").text))
     assert len(asked) > 8 and asked <= found
 
 

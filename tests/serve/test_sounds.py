@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import slipstream
@@ -19,9 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hearing(folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess.start("--target", str(folder), "--draft", "lookup") as started:
-        yield started
+def hearing(folder: Path) -> Iterator[httpx.Client]:
+    with ServerProcess.start("--target", str(folder), "--draft", "lookup") as started, started.http() as client:
+        yield client
 
 
 def asked(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -29,20 +30,20 @@ def asked(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 10, "temperature": 0}
 
 
-def test_a_chat_about_a_sound(hearing: ServerProcess, folder: Path) -> None:
+def test_a_chat_about_a_sound(hearing: httpx.Client, folder: Path) -> None:
     samples = rounded(sound(1))
     chat = [{"role": "user", "content": [{"type": "audio", "audio": samples}, {"type": "text", "text": QUESTION}]}]
     [wanted] = slipstream.load(folder).generate([chat], max_new_tokens=10)
-    with hearing.http() as client:
-        answer = client.post("/v1/chat/completions", json=asked(input_audio(wav(samples))))
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["message"]["content"] == wanted.text
-        assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
-        counted = client.post("/tokenize", json={"messages": asked(input_audio(wav(samples)))["messages"]})
-        assert counted.json()["count"] == wanted.prompt_tokens
+    body = asked(input_audio(wav(samples)))
+    answer = hearing.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == wanted.text
+    assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
+    counted = hearing.post("/tokenize", json={"messages": body["messages"]})
+    assert counted.json()["count"] == wanted.prompt_tokens
 
 
-def test_other_sounds_are_refused(hearing: ServerProcess, server: ServerProcess) -> None:
+def test_other_sounds_are_refused(hearing: httpx.Client, http: httpx.Client) -> None:
     content = input_audio(wav(sound(1)))
     path = {"type": "input_audio", "input_audio": {"data": "/etc/passwd", "format": "wav"}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -52,13 +53,11 @@ def test_other_sounds_are_refused(hearing: ServerProcess, server: ServerProcess)
         (hearing, [input_audio(wav(sound(1), rate=1))], "at most 1800 s are taken"),
         (hearing, [content] * 17, "holds 17 sounds, but at most 16"),
         (hearing, [image], "holds images, but"),
-        (server, [content], "holds sounds, but"),
+        (http, [content], "holds sounds, but"),
     ]
     for which, parts, says in cases:
-        with which.http() as client:
-            answer = client.post("/v1/chat/completions", json=asked(*parts))
+        answer = which.post("/v1/chat/completions", json=asked(*parts))
         assert answer.status_code == 400, answer.text
         assert says in answer.json()["error"]["message"] and answer.json()["error"]["param"] == "messages"
     for part in ({"type": "audio", "path": "/etc/passwd"}, {"type": "audio_url", "audio_url": {"url": "file:///a"}}):
-        with hearing.http() as client:
-            assert client.post("/v1/chat/completions", json=asked(part)).status_code in (400, 422)
+        assert hearing.post("/v1/chat/completions", json=asked(part)).status_code in (400, 422)
