@@ -44,22 +44,11 @@ def save_chatting(path: Path) -> Path:
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", *MARKS[2:]])
     tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", TEMPLATE
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=8192,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "max_position_embeddings": 8192}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **window, **ends))
     lessons = [tokenizer.encode(text) for text in (BEGIN + ASKED, "</tool_response>" + BEGIN + ANSWERED)]
     begin = len(tokenizer.encode(BEGIN))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

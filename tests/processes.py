@@ -33,25 +33,20 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
         return self._process.is_alive()
 
     def send_signal(self, kind: signal.Signals) -> None:
-        """Send it a signal."""
         os.kill(self.pid, kind)
 
     def terminate(self) -> None:
-        """Tell it to end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:

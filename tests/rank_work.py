@@ -41,7 +41,6 @@ FEW = ("greedy", "coupled")
 
 
 def texts(engine: Engine, names: Sequence[str] = tuple(CALLS)) -> dict[str, Any]:
-    """The texts of these calls."""
     prompts = [list(prompt) for prompt in PROMPTS]
     return {
         name: [done.tokens for done in engine.generate(prompts, max_new_tokens=12, **CALLS[name])] for name in names
@@ -49,7 +48,6 @@ def texts(engine: Engine, names: Sequence[str] = tuple(CALLS)) -> dict[str, Any]
 
 
 def few(engine: Engine) -> dict[str, Any]:
-    """The texts of two calls."""
     return texts(engine, FEW)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 SECONDS = 120
@@ -25,17 +26,9 @@ def start(*command: str, size: int = 2, **more: str) -> list[subprocess.Popen[st
     paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
     job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **job, "PYTHONPATH": paths, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    places = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return [subprocess.Popen([sys.executable, *command], env=each, text=True, **pipes) for each in places]
 
 
 def ended(processes: list[subprocess.Popen[str]], seconds: float = SECONDS) -> list[tuple[int, str, str]]:

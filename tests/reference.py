@@ -79,7 +79,6 @@ class Reference:
         self.texts[first:] = [[*old, *new] for old, new in zip(self.texts[first:], pieces, strict=True)]
 
     def free(self, *rows: int) -> None:
-        """End some rows."""
         self.scorer.free(rows)
         self.texts = [text for place, text in enumerate(self.texts) if place not in rows]
         self.sources = [source for place, source in enumerate(self.sources) if place not in rows]

@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "slipstream"
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
     "lines in src/slipstream": 47_353,
-    "lines of tests": 41_181,
+    "lines of tests": 40_705,
     "files that name a sampling option (min_p)": 5,
     "files that name a loading option (encoder_dtype)": 7,
     "words in README": 900,
@@ -26,13 +26,11 @@ CEILINGS = {
 
 @cache
 def parsed(source: str) -> ast.Module:
-    """Return the tree of a module."""
     return ast.parse(source)
 
 
 @cache
 def nodes(source: str) -> list[ast.AST]:
-    """Return all nodes of a module's tree."""
     return list(ast.walk(parsed(source)))
 
 
@@ -43,7 +41,6 @@ def lines(*folders: Path) -> int:
 
 
 def words(*files: Path) -> int:
-    """Return the number of words in these files."""
     return sum(len(path.read_text(encoding="utf-8").split()) for path in files)
 
 
@@ -53,7 +50,6 @@ def naming(word: str) -> int:
 
 
 def shared_names(sources: list[str]) -> list[str]:
-    """Return the names that classes of several modules have."""
     trees = map(nodes, sources)
     found = Counter(name for tree in trees for name in {node.name for node in tree if isinstance(node, ast.ClassDef)})
     return sorted(name for name, modules in found.items() if modules > 1)
@@ -82,7 +78,6 @@ def arrows(package: Path = SOURCE) -> set[tuple[str, str]]:
 
 
 def measured() -> dict[str, int]:
-    """Return the figures of the project by the names of `CEILINGS`."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))]
     functions, once = (sum(column) for column in zip(*map(helpers, sources), strict=True))
     between = arrows()

@@ -115,7 +115,6 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path, how: signal.Signal
 
 
 def some_heads(seed: int) -> ParallelHeads:
-    """Heads whose matrices differ by the seed."""
     torch.manual_seed(seed)
     return ParallelHeads(Sizes(1, 2, 3))
 

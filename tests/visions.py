@@ -27,12 +27,8 @@ TEXT: dict[str, Any] = {**WIDE, "num_key_value_heads": 2, "head_dim": 8, "vocab_
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256}
 TOWER: dict[str, Any] = {**WIDE, "image_size": 28, "patch_size": 14, "initializer_range": 0.2}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-QWEN: dict[str, Any] = {
-    "image_token_id": PLACEHOLDER,
-    "video_token_id": 111,
-    "vision_start_token_id": 112,
-    "vision_end_token_id": 113,
-}
+QWEN: dict[str, Any] = {"image_token_id": PLACEHOLDER, "video_token_id": 111}
+QWEN |= {"vision_start_token_id": 112, "vision_end_token_id": 113}
 GRID = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
@@ -109,7 +105,6 @@ KINDS = {
 
 @cache
 def tiny_vision(kind: str) -> PreTrainedModel:
-    """A tiny random model of a family."""
     return tiny_vision_of(kind, VOCAB, PLACEHOLDER)
 
 

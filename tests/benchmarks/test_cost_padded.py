@@ -40,7 +40,6 @@ def model(dtype: torch.dtype = torch.float32, tied: bool = True) -> LlamaForCaus
 
 @torch.inference_mode()
 def spread(small: LlamaForCausalLM) -> float:
-    """The standard deviation of the logits."""
     return float(small(TEXT).logits.std())
 
 

@@ -23,9 +23,6 @@ def test_every_part_gives_figures(blocked: bool, monkeypatch: pytest.MonkeyPatch
     assert all(each["seconds"] > 0 and each["bytes"] for row in rows for each in row["times"].values())
     assert len(seconds) == 3 and all(each > 0 for each in seconds)
     assert (onednn is not None) == (blocked and has_blocked(torch.bfloat16))
-    found = {
-        "products": [{"model": "toy", "rows": 2, "ours": ours, "onednn": onednn}],
-        "quantized": [],
-        "attentions": [],
-    }
+    product = {"model": "toy", "rows": 2, "ours": ours, "onednn": onednn}
+    found = {"products": [product], "quantized": [], "attentions": []}
     assert ("| - |" in kernel.table(found)) == (onednn is None)

@@ -15,16 +15,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 tables = script("benchmarks/tables.py")
-MACHINE = {
-    "cpu": "a processor",
-    "cores": 2,
-    "threads": 2,
-    "torch": "2",
-    "transformers": "5",
-    "python": "3.11",
-    "slipstream": "1",
-    "build": "abc",
-}
+MACHINE: dict[str, Any] = {"cpu": "a processor", "cores": 2, "threads": 2, "build": "abc"}
+MACHINE |= {"torch": "2", "transformers": "5", "python": "3.11", "slipstream": "1"}
 
 
 def result(contender: str, speed: float, temperature: float = 0.0, execution: str | None = None) -> dict[str, Any]:
@@ -36,7 +28,6 @@ def result(contender: str, speed: float, temperature: float = 0.0, execution: st
 
 
 def record(figures: Any, **machine: Any) -> dict[str, Any]:
-    """What a measurement leaves."""
     return {"date": "2026-01-01", "machine": MACHINE | machine, "commands": ["python x.py"], "figures": [figures]}
 
 
@@ -58,15 +49,8 @@ RUNS = [
     run("llama.cpp", "plain", 40, 2),
 ]
 PLANNED = {"model": "m", "way": "lookup@5", "temperature": 0.0, "predicted": 1.6, "low": 1.5, "high": 1.7}
-START = {
-    "model": "m",
-    "program": "llama.cpp",
-    "imports": 0.1,
-    "loading": 0.3,
-    "token": 0.2,
-    "resident": 200,
-    "peak": 300,
-}
+START: dict[str, Any] = {"model": "m", "program": "llama.cpp", "imports": 0.1, "loading": 0.3, "token": 0.2}
+START |= {"resident": 200, "peak": 300}
 RACED = {"runs": RUNS, "about": {"slipstream": "slipstream 1"}, "first": [START], "plans": [PLANNED]}
 FOUND = {"race": record(RACED), "bench": record({"rows": RACE})}
 
@@ -83,9 +67,8 @@ def test_a_table_that_was_changed_and_one_that_nobody_writes_are_found() -> None
     assert "| slipstream, lookup, gamma 5 | 100 (5.00) |" in text and "| llama.cpp, plain | 20 |" in text
     assert "a processor, 2 cores" in text and "2026-01-01" in text and "`python x.py`" in text and "source abc" in text
     assert tables.faults({"A": text}, FOUND) == []
-    assert tables.faults({"A": text.replace("100 (5", "300 (5")}, FOUND) == [
-        "A is not what `python benchmarks/tables.py` writes"
-    ]
+    stale = tables.faults({"A": text.replace("100 (5", "300 (5")}, FOUND)
+    assert stale == ["A is not what `python benchmarks/tables.py` writes"]
     by_hand = "\n| tokens per second | now |\n|---|---|\n| ours | 900 |\n"
     assert tables.faults({"A": text + by_hand}, FOUND) == ["A: no command writes the table | tokens per second | now |"]
     assert tables.faults({"A": text + "\n| you want | argument |\n|---|---|\n"}, FOUND) == []
@@ -135,48 +118,26 @@ def test_every_table_is_written_from_a_measurement() -> None:
     assert all((BENCHMARKS.parent / file).is_file() for file in files)
 
 
-BYTES = {
-    "model": "small",
-    "rows": 6,
-    "times": {"bfloat16": {"seconds": 0.002, "bytes": 1e8}, "int8": {"seconds": 0.001, "bytes": 5e7}},
-}
+TIMES = {"bfloat16": {"seconds": 0.002, "bytes": 1e8}, "int8": {"seconds": 0.001, "bytes": 5e7}}
+BYTES = {"model": "small", "rows": 6, "times": TIMES}
 SPREAD = {"case": [1, 2], "ours": 1e-3, "torch": 2e-3, "onednn": 3e-3, "model": "small", "rows": 6}
+PREDICTION = {"gamma": 5, "c": 0.1, "curve": 1.1, "factor": 2.0, "low": 1.9, "high": 2.1}
 PLAN = {
     "compile": False,
     "machine": {"target": {"parameters": 134e6}},
     "figures": {
         "draft": "d",
         "settings": {"sampling": {"temperature": 0.0}},
-        "outlooks": {
-            "1": {
-                "d": {
-                    "alpha": 0.75,
-                    "best": 5,
-                    "predictions": [{"gamma": 5, "c": 0.1, "curve": 1.1, "factor": 2.0, "low": 1.9, "high": 2.1}],
-                }
-            }
-        },
+        "outlooks": {"1": {"d": {"alpha": 0.75, "best": 5, "predictions": [PREDICTION]}}},
         "verifications": [{"factor": 2.1, "factors": [2.0, 2.2], "difference": 0.05}],
     },
 }
 RULE = {"rule": "block", "mean_acceptance_length": 2.5, "difference": 0.1, "interval": [-0.1, 0.3], "alpha": 0.6}
 WAY = {"dtype": "bfloat16", "way": "compile", "differ": 0, "texts": 164, "plain": 700.4, "speculative": 800.6}
-BEAMS = {
-    "settings": {"target": None, "compile": False},
-    "rows": [
-        {
-            "beams": 4,
-            "draft_beams": 6,
-            "prompts": 200,
-            "drafted": {"equal": 199, "near_ties": 1},
-            "target_calls": {"plain": 480, "drafted": 192},
-            "fewer_calls": 2.5,
-            "alpha": 0.657,
-            "speed_plain": 1.25,
-            "speed_drafted": 1.5,
-        }
-    ],
-}
+SEARCHED: dict[str, Any] = {"beams": 4, "draft_beams": 6, "prompts": 200, "drafted": {"equal": 199, "near_ties": 1}}
+SEARCHED |= {"target_calls": {"plain": 480, "drafted": 192}, "fewer_calls": 2.5, "alpha": 0.657}
+SEARCHED |= {"speed_plain": 1.25, "speed_drafted": 1.5}
+BEAMS = {"settings": {"target": None, "compile": False}, "rows": [SEARCHED]}
 STREAMS = {"streams": 16, "first_p50": 0.2, "gap_p50": 0.01, "gap_p99": 0.1}
 WAITS = {
     "race": [

@@ -72,7 +72,6 @@ def run(made: Engine | None = None, **options: Any) -> CheckReport:
 
 
 def failed(report: CheckReport) -> set[str]:
-    """The names of the tests that failed."""
     return {test.name for part in report.parts for test in part.tests if not test.passed}
 
 
@@ -229,7 +228,6 @@ def test_a_wrong_verifier_is_caught_by_the_samples(verify: Verifier) -> None:
 
 
 def softened(law: Law) -> Law:
-    """A flatter law than the given one."""
     weights = law.dense**0.3
     return Law(probs=weights / weights.sum(-1, keepdim=True))
 
@@ -280,12 +278,10 @@ def test_drafts_in_graphs_are_seen(boastful: bool, monkeypatch: pytest.MonkeyPat
 
 
 def chained(small: Scorer, around: Callable[[Drafter], Drafter]) -> Drafter:
-    """A draft that is drafted by another."""
     return ChainDrafter(small, around(ModelDrafter(scorer(dirichlet_table(21), "tiny"))), gamma=2)
 
 
 def chosen(small: Scorer, around: Callable[[Drafter], Drafter]) -> Drafter:
-    """A choice of copying and a model."""
     return Choice([Lookup(), around(ModelDrafter(small))])
 
 

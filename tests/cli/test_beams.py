@@ -24,12 +24,8 @@ def test_texts_and_json_are_those_of_the_engine() -> None:
     printed = lines(run("generate", *PROMPTS, "--draft", "embedded", *BEAMS, "--json").stdout)
     assert [printed[place]["tokens"] for place in range(4)] == [list(each.tokens) for each in done]
     assert [printed[place]["score"] for place in range(4)] == pytest.approx([each.score for each in done], abs=1e-4)
-    assert [(printed[place]["prompt"], printed[place]["sample"]) for place in range(4)] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    ]
+    places = [(printed[place]["prompt"], printed[place]["sample"]) for place in range(4)]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(

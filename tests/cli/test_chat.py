@@ -116,10 +116,8 @@ def test_commands(engine: Echoes, chat: Callable[..., Result]) -> None:
 
 def test_json_has_a_line_for_each_answer(engine: Echoes, chat: Callable[..., Result]) -> None:
     lines = [json.loads(line) for line in chat(["hi", "you"], "--json").stdout.splitlines()]
-    assert [(line["index"], line["text"], line["tokens"]) for line in lines] == [
-        (0, "answer 1", [1, 2]),
-        (1, "answer 2", [1, 2]),
-    ]
+    told = [(line["index"], line["text"], line["tokens"]) for line in lines]
+    assert told == [(0, "answer 1", [1, 2]), (1, "answer 2", [1, 2])]
     assert lines[0]["finish_reason"] == "stop" and lines[0]["stats"]["emitted"] == 2
 
 

@@ -168,10 +168,8 @@ FILES = {
 }
 PICTURES = ("new.png", "new.svg", "new.xyz", "new", ".png", "nowhere/new.png")
 # numbers that are work to do: large ones are allowed, and last
-AMOUNTS = {
-    *("n", "max_new_tokens", "repetitions", "samples", "sample", "steps", "rows", "count", "inner", "batch"),
-    "batch_size",
-}
+AMOUNTS = {"n", "max_new_tokens", "repetitions", "samples", "sample"}
+AMOUNTS |= {"steps", "rows", "count", "inner", "batch", "batch_size"}
 NEVER = {"compile", "help"}  # minutes for every case
 
 
@@ -282,11 +280,8 @@ def cases(draw: Callable[[st.SearchStrategy[Any]], Any], command: str, firsts: S
     needed = [each for each in needed if each.name != "name" or not named]
     others = [each for each in parameters if not each.required]
     chosen = needed + draw(st.lists(st.sampled_from(others), max_size=4)) if others else needed
-    words, tail, outputs = (
-        [*command.split(), *draw(st.sampled_from(firsts))],
-        list[str](),
-        {word.partition(":")[2] for word in named},
-    )
+    words, tail = [*command.split(), *draw(st.sampled_from(firsts))], list[str]()
+    outputs = {word.partition(":")[2] for word in named}
     for each in chosen:
         option = [draw(st.sampled_from([*each.opts]))]
         if getattr(each, "is_flag", False):

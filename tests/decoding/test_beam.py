@@ -53,23 +53,13 @@ def by_transformers(model: PreTrainedModel, request: Request) -> Found:
     if request.source is not None:
         ids = torch.tensor([request.source])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": begin}
-    out = GenerationMixin.generate(
-        model,
-        **inputs,
-        num_beams=beams.num_beams,
-        num_return_sequences=beams.num_return_sequences,
-        length_penalty=beams.length_penalty,
-        early_stopping=beams.early_stopping,
-        do_sample=False,
-        max_new_tokens=request.max_new_tokens,
-        repetition_penalty=float(sampler.repetition_penalty),
-        no_repeat_ngram_size=int(sampler.no_repeat_ngram_size),
-        min_new_tokens=int(sampler.min_new_tokens) or None,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    names = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
+    search = {name: getattr(beams, name) for name in names}
+    length = {"max_new_tokens": request.max_new_tokens, "min_new_tokens": int(sampler.min_new_tokens) or None}
+    ends = {"eos_token_id": eos or None, "pad_token_id": eos[0] if eos else 0}
+    shape = {name: getattr(sampler, name) for name in ("repetition_penalty", "no_repeat_ngram_size")}
+    told = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    out = GenerationMixin.generate(model, **inputs, **search, **length, **ends, **shape, **told)
     texts = [ended(line, request.eos) for line in out.sequences[:, len(request.prompt) :].tolist()]
     return list(zip(texts, out.sequences_scores.tolist(), strict=True))
 
@@ -275,9 +265,8 @@ def test_two_hundred_sources_of_encoder_decoders(family: str, width: int) -> Non
         replace(request, source=source(target, number, 1 + number % 30))
         for number, request in enumerate(requests(beams, 12, [(2,)] * 200, eos=ends))
     ]
-    searches = beam_search(
-        Decoder(target, ModelDrafter(CausalScorer(other)), controller=Fixed(3), batch_size=20), asked
-    )
+    decoder = Decoder(target, ModelDrafter(CausalScorer(other)), controller=Fixed(3), batch_size=20)
+    searches = beam_search(decoder, asked)
     assert near_ties(searches, [by_transformers(model, request) for request in asked]) == 0
 
 

@@ -214,9 +214,8 @@ def answers_fit(engine: slipstream.Engine, numbers: Sequence[int]) -> int:
     for number in numbers:
         schema = schema_of(number)
         sampled = {"temperature": 1.0, "seed": number} if number % 2 else {}
-        [done] = engine.generate(
-            "json = ", grammar=engine.grammars.json_schema(schema), max_new_tokens=160, stop=[], **sampled
-        )
+        form = engine.grammars.json_schema(schema)
+        [done] = engine.generate("json = ", grammar=form, max_new_tokens=160, stop=[], **sampled)
         assert done.error is None
         if done.finish_reason == "stop":
             ended += 1

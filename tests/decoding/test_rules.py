@@ -178,10 +178,8 @@ def first_path_residual(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Ve
         return GBV(p, draft, draw)
     best = trees.greatest_path(p, draft)[0]
     along = torch.nn.functional.pad(best + 1, (1, 0))
-    laws = (
-        Law(probs=p.dense[torch.arange(p.rows)[:, None], along]),
-        draft.law.dense[torch.arange(p.rows)[:, None], best],
-    )
+    rows = torch.arange(p.rows)[:, None]
+    laws = (Law(probs=p.dense[rows, along]), draft.law.dense[rows, best])
     chain = Draft(draft.tokens.gather(1, best), Law(probs=laws[1]), tuple(n // 2 for n in draft.lengths))
     return replace(acceptance.block(laws[0], chain, draw), path=best)
 

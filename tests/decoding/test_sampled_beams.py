@@ -94,10 +94,8 @@ def searched(beams: Beams, count: int, temperature: float = 1.0) -> Counter[Text
     """The best texts of so many searches of the toy, each with a seed of its own."""
     request = Request(PROMPT, Sampling(temperature=temperature).for_beams(), LIMIT, frozenset({END}), beams=beams)
     decoder = Decoder(scorer(table, vocab=TOKENS), batch_size=50)
-    return Counter(
-        search.hypotheses()[0].tokens
-        for search in beam_search(decoder, [replace(request, seed=seed) for seed in range(count)])
-    )
+    searches = beam_search(decoder, [replace(request, seed=seed) for seed in range(count)])
+    return Counter(search.hypotheses()[0].tokens for search in searches)
 
 
 def fit(seen: Counter[Text], law: Mapping[Text, float]) -> float:
@@ -136,17 +134,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 def by_transformers(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape: Any) -> Counter[Text]:
     torch.manual_seed(1)
     ids = torch.tensor([prompt] * count)
-    out = GenerationMixin.generate(
-        embedded("target"),
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        num_beams=beams.num_beams,
-        length_penalty=beams.length_penalty,
-        do_sample=True,
-        max_new_tokens=limit,
-        min_new_tokens=limit,
-        **{"top_k": 0, **shape},
-    )
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    search = {"num_beams": beams.num_beams, "length_penalty": beams.length_penalty, "do_sample": True, "top_k": 0}
+    length = {"max_new_tokens": limit, "min_new_tokens": limit}
+    out = GenerationMixin.generate(embedded("target"), **inputs, **length, **search | shape)
     return Counter(map(tuple, out[:, len(prompt) :].tolist()))
 
 

@@ -150,19 +150,11 @@ def test_laws_are_those_that_generate_samples_from(model: PreTrainedModel) -> No
     settings = Sampling(**MANY, logit_bias={4: 2.0}, bad_words=[[8], [4, 4]], eos=frozenset(range(50)))
     prompt = [5, 17, 33]
     torch.manual_seed(1)
-    out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, 3, dtype=torch.long),
-        do_sample=True,
-        max_new_tokens=10,
-        eos_token_id=list(range(50)),
-        pad_token_id=0,
-        **MANY,
-        sequence_bias=[[[4], 2.0]],
-        bad_words_ids=[[8], [4, 4]],
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    ends = {"max_new_tokens": 10, "eos_token_id": list(range(50)), "pad_token_id": 0}
+    words = {"sequence_bias": [[[4], 2.0]], "bad_words_ids": [[8], [4, 4]]}
+    told = {"do_sample": True, "output_scores": True, "return_dict_in_generate": True}
+    mask = torch.ones(1, 3, dtype=torch.long)
+    out = model.generate(torch.tensor([prompt]), attention_mask=mask, **ends, **MANY, **words, **told)
     text = out.sequences[0].tolist()
     assert len(text) >= 8
     for step, scores in enumerate(out.scores):

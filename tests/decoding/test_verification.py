@@ -98,9 +98,8 @@ def test_rows_of_different_temperatures_share_a_graph(device: str) -> None:
     for seed, temperatures in enumerate([(0.5, 1.0, 2.0), (1.5, 0.3, 0.9)] * 4):
         rows = context(*(Sampling(temperature=each) for each in temperatures))
         logits, draft = drafted(seed, (3, 3, 1), "sampled", device)
-        same(
-            captured(BLOCK.verify, rows, logits, draft, "toy"), verify_eagerly(BLOCK.verify, rows, logits, draft, "toy")
-        )
+        work = (BLOCK.verify, rows, logits, draft, "toy")
+        same(captured(*work), verify_eagerly(*work))
     assert GRAPHS.captured - before == 1
 
 
@@ -118,9 +117,8 @@ def test_draws_with_a_secret_are_made_by_graphs(device: str) -> None:
     logits, draft = drafted(1, (4, 4), "sampled", device)
     for secret in range(5):
         rows = context(SAMPLE, SAMPLE, rng=Sealed(draw, secret))
-        same(
-            captured(TOKEN.verify, rows, logits, draft, "toy"), verify_eagerly(TOKEN.verify, rows, logits, draft, "toy")
-        )
+        work = (TOKEN.verify, rows, logits, draft, "toy")
+        same(captured(*work), verify_eagerly(*work))
     assert GRAPHS.captured - before == 1
 
 

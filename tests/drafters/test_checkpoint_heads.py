@@ -325,22 +325,12 @@ def test_passes_are_seen_only_while_somebody_watches() -> None:
 
 def block_draft(model: PreTrainedModel, window: int = 9, spread: float = 0.3) -> Any:
     """A random DFlash network, whose window is smaller than the texts."""
-    config = MuseGlimmerAssistantConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        head_dim=8,
-        num_key_value_heads=2,
-        sliding_window=window,
-        layer_types=["sliding_attention", "full_attention"],
-        block_size=5,
-        mask_token_id=model.config.vocab_size - 1,
-        target_layer_ids=[0, 2],
-        initializer_range=spread,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": spread}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": window}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "target_layer_ids": [0, 2]}
+    block = {"block_size": 5, "mask_token_id": model.config.vocab_size - 1}
     torch.manual_seed(4)
-    return AutoModel.from_config(config).eval()
+    return AutoModel.from_config(MuseGlimmerAssistantConfig(**sizes, **heads, **layers, **block)).eval()
 
 
 def block_laws(model: PreTrainedModel, net: Any, texts: Tensor) -> Tensor:

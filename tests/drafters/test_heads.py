@@ -157,9 +157,8 @@ def test_heads_are_saved_and_loaded(tmp_path: Path, pending: bool) -> None:
     heads.save(tmp_path)
     loaded = ParallelHeads.load(tmp_path)
     assert loaded.sizes == heads.sizes
-    assert all(
-        torch.equal(ours, reloaded) for ours, reloaded in zip(heads.parameters(), loaded.parameters(), strict=True)
-    )
+    both = zip(heads.parameters(), loaded.parameters(), strict=True)
+    assert all(torch.equal(ours, reloaded) for ours, reloaded in both)
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 

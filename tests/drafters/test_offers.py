@@ -56,6 +56,5 @@ def test_words_are_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert not re.search("Drafter|Choice|Bandit|Chain", line)
     tried, others = run("draft", "list").stdout.split("with a name of yours:\n")
     assert all(line.split()[0] in ("yes", "no") for line in tried.splitlines())
-    assert {line.split()[0] for line in others.splitlines()} == {
-        kind.form for kind in KINDS.values() if ":" in kind.form
-    }
+    forms = {kind.form for kind in KINDS.values() if ":" in kind.form}
+    assert {line.split()[0] for line in others.splitlines()} == forms

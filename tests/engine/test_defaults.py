@@ -84,9 +84,8 @@ def test_settings_of_a_call_come_first() -> None:
     engine = slipstream.load(made)
     assert len(engine.generate([PROMPT])[0].tokens) in (21, 22)
     own = {"repetition_penalty": 1.0, "min_new_tokens": 0, "no_repeat_ngram_size": 3}
-    assert list(engine.generate([PROMPT], max_new_tokens=9, **own)[0].tokens) == generated(
-        made, PROMPT, max_new_tokens=9, **own
-    )
+    want = generated(made, PROMPT, max_new_tokens=9, **own)
+    assert list(engine.generate([PROMPT], max_new_tokens=9, **own)[0].tokens) == want
     assert len(engine.generate([PROMPT], max_tokens=5)[0].tokens) == 5, "fewer than the least that the model wants"
     free = slipstream.load(made, generation_config=NONE).generate([PROMPT], max_new_tokens=9)
     assert engine.generate([PROMPT], max_new_tokens=9)[0].tokens != free[0].tokens

@@ -101,17 +101,9 @@ def lines(rounds: Sequence[Round]) -> list[str]:
 def test_everything_exactly() -> None:
     play = Play.of("def f(")
     rounds = [play.round("x, y", 2, "*"), play.round("):", 2, "\n"), play.round("", 0, "∎")]
-    play.row.stats = Stats(
-        emitted=7,
-        accepted=4,
-        drafted=6,
-        tested=5,
-        beta=4.1,
-        target_calls=3,
-        drafted_by_position=[2, 2, 1, 1],
-        accepted_by_position=[2, 2, 0, 0],
-        seconds={"prefill": 0.5, "draft": 0.25, "target": 0.75},
-    )
+    counts: dict[str, Any] = {"emitted": 7, "accepted": 4, "drafted": 6, "tested": 5, "beta": 4.1, "target_calls": 3}
+    counts |= {"drafted_by_position": [2, 2, 1, 1], "accepted_by_position": [2, 2, 0, 0]}
+    play.row.stats = Stats(**counts, seconds={"prefill": 0.5, "draft": 0.25, "target": 0.75})
     assert shown(rounds) == (
         HEAD
         + "    1    2/4   x,~ y~‹*›\n"
@@ -220,22 +212,13 @@ def test_several_texts_have_sections_and_a_total() -> None:
     first, second = plays[0].round("a", 1, "b"), plays[1].round("c", 0, "d")
     plays[0].row.stats = Stats(emitted=2, accepted=1, drafted=1, target_calls=1)
     plays[1].row.stats = Stats(emitted=1, accepted=0, drafted=1, target_calls=1)
-    both = Round(
-        rows=(plays[0].row, plays[1].row),
-        draft=Draft(torch.tensor([ids("a"), ids("c")]), None, (1, 1)),
-        verdict=first.verdict,
-        tokens=(first.tokens[0], second.tokens[0]),
-        accepted=(1, 0),
-        gammas=(1, 1),
-        seconds={},
-    )
+    draft = Draft(torch.tensor([ids("a"), ids("c")]), None, (1, 1))
+    rows, tokens = (plays[0].row, plays[1].row), (first.tokens[0], second.tokens[0])
+    both = Round(rows, draft, first.verdict, tokens=tokens, accepted=(1, 0), gammas=(1, 1), seconds={})
     text = shown([both], names=["prompt 1", "prompt 2"])
     sections = text.split("───\n")
-    assert [section.split(" ─")[0].split("\n")[-1] for section in sections[:-1]] == [
-        "prompt 1",
-        "prompt 2",
-        "all 2 texts",
-    ]
+    titles = [section.split(" ─")[0].split("\n")[-1] for section in sections[:-1]]
+    assert titles == ["prompt 1", "prompt 2", "all 2 texts"]
     assert "one a«b»" in sections[1] and "draft acceptance rate   1.000  1 of 1" in sections[1]
     assert "two ‹d›" in sections[2] and "draft acceptance rate   0.000  0 of 1" in sections[2]
     assert "draft acceptance rate   0.500  1 of 2" in sections[3]

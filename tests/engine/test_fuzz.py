@@ -161,9 +161,8 @@ HOOKS: dict[str, list[Any]] = {
 def refused(error: Exception) -> None:
     """An error that a user gets is one of those that are documented, with a sentence in one line."""
     assert str(error)
-    assert not re.search(r"'NoneType' object|has no attribute|not subscriptable|unsupported operand", str(error)), repr(
-        error
-    )
+    of_python = r"'NoneType' object|has no attribute|not subscriptable|unsupported operand"
+    assert not re.search(of_python, str(error)), repr(error)
 
 
 @pytest.fixture(scope="module")

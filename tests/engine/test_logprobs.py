@@ -98,15 +98,9 @@ def test_logprobs_are_those_of_transformers(engine: slipstream.Engine, target: A
 def test_logprobs_in_a_batch_of_every_kind(engine: slipstream.Engine, target: Any) -> None:
     """Greedy rows beside sampled ones, of different calls, rules and lengths; some want no logprobs."""
     calls: list[dict[str, Any]] = [{"logprobs": 2}, {"logprobs": 3, **SHAPED, "verify": "token"}, {"temperature": 1.0}]
-    jobs = [
-        (
-            engine.prepare(
-                [*map(tuple, PROMPTS)], {"max_new_tokens": 9 + 3 * i, "ignore_eos": True, **call}, shared=True
-            ),
-            call,
-        )
-        for i, call in enumerate(calls)
-    ]
+    prompts = [*map(tuple, PROMPTS)]
+    options = [{"max_new_tokens": 9 + 3 * i, "ignore_eos": True, **call} for i, call in enumerate(calls)]
+    jobs = [(engine.prepare(prompts, each, shared=True), call) for each, call in zip(options, calls, strict=True)]
     pieces: dict[int, list[Piece]] = {}
     with Scheduler(engine.decoder) as scheduler:
         generations = [one for job, _ in jobs for one in job.generations]

@@ -46,9 +46,8 @@ def test_pictures_as_users_pass_them(kind: str, tmp_path: Path) -> None:
     engine, mark = slipstream.load(save_vision(kind, tmp_path), "lookup", gamma=4), SAVED[kind].mark
     assert all("without a program" in note for note in engine.notes)
     text, pair = f"user: {mark}{QUESTION}\nassistant: ", f"user: {mark} or {mark}, which of the two?\nassistant: "
-    chat = [
-        {"role": "user", "content": [{"type": "image", "image": picture(1, 40)}, {"type": "text", "text": QUESTION}]}
-    ]
+    content = [{"type": "image", "image": picture(1, 40)}, {"type": "text", "text": QUESTION}]
+    chat = [{"role": "user", "content": content}]
 
     def wanted(asked: str, *images: Image.Image) -> list[int]:
         return generated(engine, asked, **({"images": [list(images)]} if images else {}))

@@ -22,9 +22,8 @@ def saved(model: PreTrainedModel, folder: Path) -> str:
 
 def pair(family: str, folder: Path, **changes: Any) -> dict[str, str]:
     kind = FAMILIES.get(family) or PROBED[family]
-    return {
-        name: saved(tiny(kind, seed=seed, **changes), folder / name) for seed, name in enumerate(("target", "draft"))
-    }
+    names = enumerate(("target", "draft"))
+    return {name: saved(tiny(kind, seed=seed, **changes), folder / name) for seed, name in names}
 
 
 def on_two(work: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -48,10 +48,8 @@ def save(folder: Path, family: str, seed: int = 0, **changes: Any) -> str:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return (
-        save(tmp_path_factory.mktemp("target"), "t5"),
-        save(tmp_path_factory.mktemp("draft"), "t5", seed=1, num_layers=1),
-    )
+    target, draft = map(tmp_path_factory.mktemp, ("target", "draft"))
+    return save(target, "t5"), save(draft, "t5", seed=1, num_layers=1)
 
 
 def by_transformers(folder: str, text: str, count: int) -> list[int]:
@@ -97,9 +95,8 @@ def test_prompts_are_sources(pair: tuple[str, str]) -> None:
     done = engine.generate(SOURCES, max_new_tokens=20)
     assert [list(one.tokens) for one in done] == [by_transformers(pair[0], text, 20) for text in SOURCES]
     assert [one.prompt_tokens for one in done] == [len(text) + 1 for text in SOURCES]
-    assert [one.tokens for one in engine.generate(SOURCES, max_new_tokens=20, plain=True)] == [
-        one.tokens for one in done
-    ]
+    plain = engine.generate(SOURCES, max_new_tokens=20, plain=True)
+    assert [one.tokens for one in plain] == [one.tokens for one in done]
     assert "".join(piece.text for piece in engine.stream("hello", max_new_tokens=20)) == done[0].text
 
 
@@ -286,11 +283,8 @@ def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str], encoder: 
 def test_the_benchmark_counts_the_same_tokens_for_all(pair: tuple[str, str]) -> None:
     settings = replace(QUICK, batches=(1, 2), gammas=(2,), max_new_tokens=8, repetitions=1, temperatures=(0.0,))
     report = measure(slipstream.load(*pair, dtype="float32"), SOURCES, settings)
-    assert {row.contender for row in report.rows} == {
-        "slipstream plain",
-        "slipstream speculative",
-        "transformers generate",
-    }
+    raced = {"slipstream plain", "slipstream speculative", "transformers generate"}
+    assert {row.contender for row in report.rows} == raced
     assert all(row.matches_plain == row.matches_transformers == len(SOURCES) for row in report.rows)
 
 

@@ -113,10 +113,8 @@ def test_chains_of_fused_steps_are_what_token_by_token_would_have_been(
     monkeypatch: pytest.MonkeyPatch, device: str, rounds: Gammas, backend: str
 ) -> None:
     monkeypatch.setattr(graphs, "BACKEND", backend)
-    model, samplers = (
-        tiny(FAMILIES["llama"], num_hidden_layers=1).to(device),
-        [Sampling(temperature=0.7)] * len(rounds[0]),
-    )
+    model = tiny(FAMILIES["llama"], num_hidden_layers=1).to(device)
+    samplers = [Sampling(temperature=0.7)] * len(rounds[0])
     one, other = CausalScorer(model), CausalScorer(model)
     one.make_draft_graphs([4])
     compiled = GRAPHS.compiled

@@ -38,9 +38,10 @@ class OldOutput:
     past_key_values: Any
 
 
-def run(model: LlamaForCausalLM, cache: Any, **inputs: Any) -> Any:
+def run(model: LlamaForCausalLM, cache: Any, *inputs: Any) -> Any:
     """Llama's own forward, by the names that it has here."""
-    return LlamaForCausalLM.forward(model, **inputs, **{CACHE: cache})
+    names = ("input_ids", "attention_mask", "position_ids", "use_cache")
+    return LlamaForCausalLM.forward(model, **dict(zip(names, inputs, strict=True)), **{CACHE: cache})
 
 
 class New(LlamaForCausalLM):
@@ -52,14 +53,7 @@ class New(LlamaForCausalLM):
         cache: Any = None,
         use_cache: Any = None,
     ) -> NewOutput:
-        out = run(
-            self,
-            cache,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=use_cache,
-        )
+        out = run(self, cache, input_ids, attention_mask, position_ids, use_cache)
         return NewOutput(out.logits, getattr(out, CACHE))
 
 
@@ -72,14 +66,7 @@ class Old(LlamaForCausalLM):
         past_key_values: Any = None,
         use_cache: Any = None,
     ) -> OldOutput:
-        out = run(
-            self,
-            past_key_values,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=use_cache,
-        )
+        out = run(self, past_key_values, input_ids, attention_mask, position_ids, use_cache)
         return OldOutput(out.logits, getattr(out, CACHE))
 
 
@@ -94,19 +81,11 @@ class Unknown(LlamaForCausalLM):
         memory: Any = None,
         use_cache: Any = None,
     ) -> NewOutput:
-        out = run(
-            self,
-            memory,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=use_cache,
-        )
+        out = run(self, memory, input_ids, attention_mask, position_ids, use_cache)
         return NewOutput(out.logits, getattr(out, CACHE))
 
 
 def named(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
-    """The tiny Llama as a model of another class."""
     model = kind(tiny(FAMILIES["llama"]).config)
     model.load_state_dict(tiny(FAMILIES["llama"]).state_dict())
     return model.eval()
@@ -172,11 +151,8 @@ def speaking(name: str, speculate: Any, ours: str) -> Callable[..., Any]:
     """Our hook in a transformers that calls the cache by a name, and which we believe to call it `ours`."""
 
     def call(model: Any, *handed: Any, **inputs: Any) -> Any:
-        prefill, update, prepare = (
-            model._prefill,
-            model._update_model_kwargs_for_generation,
-            (model.prepare_inputs_for_generation),
-        )
+        prefill, prepare = model._prefill, model.prepare_inputs_for_generation
+        update = model._update_model_kwargs_for_generation
 
         def renaming_prefill(ids: Any, config: Any, given: Any) -> Any:
             out = prefill(ids, config, renamed(given, name, CACHE))

@@ -257,18 +257,11 @@ def test_longrope_ends_where_it_would_turn_the_cached_keys() -> None:
 
 BLOOM = {"vocab_size": HF_VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 SMALL = {"vocab_size": HF_VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-QWEN3_NEXT = {
-    **{key: value for key, value in LLAMA.items() if key != "initializer_range"},
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+QWEN3_NEXT = {key: value for key, value in LLAMA.items() if key != "initializer_range"}
+QWEN3_NEXT |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 2}
+QWEN3_NEXT |= {f"linear_{which}_head_dim": 8 for which in ("key", "value")}
+QWEN3_NEXT |= {f"linear_num_{which}_heads": 2 for which in ("key", "value")}
+QWEN3_NEXT |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 NEO = {**SMALL, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64, "window_size": 32}
 NEO = {**NEO, "bos_token_id": None, "eos_token_id": None}
 del NEO["num_hidden_layers"]

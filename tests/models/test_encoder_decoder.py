@@ -47,7 +47,6 @@ START = 2
 
 
 def sources(model: PreTrainedModel, *lengths: int) -> list[Source]:
-    """Random sources."""
     made = [source(CausalScorer(model), name, length) for name, length in enumerate(lengths)]
     return [one for one in made if one is not None]
 
@@ -180,10 +179,8 @@ def test_padding_in_the_text_is_where_transformers_puts_it() -> None:
     scorer = CausalScorer(model)
     scorer.add(1, [source_ids])
     cache = None
-    inputs = {
-        "input_ids": torch.tensor([source_ids]),
-        "attention_mask": torch.ones(1, len(source_ids), dtype=torch.long),
-    }
+    ids = torch.tensor([source_ids])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for token in (START, 9, model.config.pad_token_id, 11):
         out = with_cache(model)(cache, **inputs, decoder_input_ids=torch.tensor([[token]]), use_cache=True)
         cache = state_in(out)

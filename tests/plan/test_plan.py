@@ -425,13 +425,11 @@ def test_a_plan_for_a_draft_elsewhere_pays_for_its_distance() -> None:
 
 # ---- the file ---------------------------------------------------------------------------------------------------
 
-PLAN = Plan(
-    ModelOptions("org/big", "org/small", verify="token", dtype="bfloat16"), {1: 5, 8: 2}, 101, 0.7, {"cpu": "x"}
-)
+PAIR = ModelOptions("org/big", "org/small", verify="token", dtype="bfloat16")
+PLAN = Plan(PAIR, {1: 5, 8: 2}, 101, 0.7, {"cpu": "x"})
 
 
 def with_models(plan: Plan, **models: Any) -> Plan:
-    """The plan with other models."""
     return replace(plan, models=replace(plan.models, **models))
 
 

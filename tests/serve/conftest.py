@@ -61,9 +61,8 @@ class ServerProcess:
         self.close()
 
     def client(self, **settings: Any) -> openai.OpenAI:
-        self.clients.append(
-            openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **settings})
-        )
+        usual: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
+        self.clients.append(openai.OpenAI(**usual | settings))
         return self.clients[-1]
 
     def http(self, **settings: Any) -> httpx.Client:

@@ -180,9 +180,8 @@ def test_answers_with_times(listening: ServerProcess, folder: Path) -> None:
         model="w", file=("x.wav", content), response_format="verbose_json", timestamp_granularities=["segment"]
     )
     assert verbose.duration == pytest.approx(1.4) and verbose.text == expected.text and verbose.language == "en"
-    assert [(each.start, each.end, each.text) for each in verbose.segments] == [
-        (each.start, each.end, each.text) for each in expected.segments
-    ]
+    found, want = ([(each.start, each.end, each.text) for each in one.segments] for one in (verbose, expected))
+    assert found == want
     for form, subtitles in (("srt", expected.srt()), ("vtt", expected.vtt())):
         assert client.audio.transcriptions.create(model="w", file=("x.wav", content), response_format=form) == subtitles
     with pytest.raises(openai.BadRequestError) as caught:
@@ -199,9 +198,8 @@ def test_the_command_writes_down_files(folder: Path, tmp_path: Path, form: str) 
     soundfile.write(tmp_path / "x.flac", samples, RATE, subtype="PCM_16")
     engine = slipstream.load(str(folder))
     expected = engine.transcribe(content, timestamps=form != "text")
-    done = run(
-        "transcribe", str(tmp_path / "x.flac"), "--target", str(folder), "--draft", str(folder), "--format", form
-    )
+    models = ("--target", str(folder), "--draft", str(folder))
+    done = run("transcribe", str(tmp_path / "x.flac"), *models, "--format", form)
     assert done.exit_code == 0, done.stderr
     if form == "json":
         made = json.loads(done.stdout)

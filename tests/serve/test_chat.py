@@ -6,20 +6,12 @@ from typing import Any
 import openai
 import pytest
 
+from toys import closed
+
 MESSAGES: Any = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "add two numbers"}]
-ADD: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
-}
+NUMBER = {"type": "integer", "maximum": 99}
+FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": closed(a=NUMBER, b=NUMBER)}
+ADD: Any = {"type": "function", "function": FUNCTION}
 ASKED: dict[str, Any] = {"model": "embedded", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
 
 
@@ -89,12 +81,7 @@ def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI) -> None:
 
 
 def test_json_by_a_schema(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"color": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["color", "count"],
-        "additionalProperties": False,
-    }
+    schema = closed(color={"enum": ["red", "green"]}, count={"type": "integer", "minimum": 0, "maximum": 9})
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(**{**ASKED, "max_completion_tokens": 64}, response_format=form)
     found = json.loads(answer.choices[0].message.content)

@@ -29,9 +29,9 @@ def listed(name: str, arguments: str) -> str:
     return "[" + ", ".join(f'{{"{name}": "add", "{arguments}": {each}}}' for each in PAIR) + "]"
 
 
-def tagged(each: str, begin: str = "", end: str = "") -> str:
-    """Both calls in tags; `each` has {a} and {b}."""
-    return begin + "\n".join(each.format(a=a, b=B) for a in (7, 8)) + end
+def tagged(each: str, begin: str = "", end: str = "", thought: str = THINK) -> str:
+    """A thought, a word and both calls in tags; `each` has {a} and {b}."""
+    return f"{thought}Now:{begin}" + "\n".join(each.format(a=a, b=B) for a in (7, 8)) + end
 
 
 ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what the model writes
@@ -43,9 +43,7 @@ ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what
     ),
     "deepseek-v3.2": (
         "<｜DSML｜function_calls>",
-        THINK
-        + "Now:"
-        + tagged(
+        tagged(
             '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">{a}</｜DSML｜parameter>\n'
             '<｜DSML｜parameter name="b" string="true">{b}</｜DSML｜parameter>\n</｜DSML｜invoke>',
             "\n\n<｜DSML｜function_calls>\n",
@@ -82,18 +80,14 @@ ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what
     ),
     "glm": (
         "<arg_key>",
-        THINK
-        + "Now:"
-        + tagged(
+        tagged(
             "\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{a}</arg_value>\n<arg_key>b</arg_key>\n"
             "<arg_value>{b}</arg_value>\n</tool_call>"
         ),
     ),
     "minimax": (
         "<minimax:tool_call>",
-        THINK
-        + "Now:"
-        + tagged(
+        tagged(
             '<invoke name="add">\n<parameter name="a">{a}</parameter>\n<parameter name="b">{b}</parameter>\n</invoke>',
             "\n<minimax:tool_call>\n",
             "\n</minimax:tool_call>",
@@ -101,26 +95,22 @@ ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what
     ),
     "qwen-xml": (
         "<function=name><parameter=key>",
-        THINK
-        + "Now:"
-        + tagged(
+        tagged(
             "\n<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n<parameter=b>\n{b}\n</parameter>\n"
             "</function>\n</tool_call>"
         ),
     ),
     "seed": (
         "<seed:tool_call><parameter=key>",
-        "<seed:think>let me see</seed:think>Now:"
-        + tagged(
+        tagged(
             "<seed:tool_call>\n<function=add>\n<parameter=a>{a}</parameter>\n<parameter=b>{b}</parameter>\n</function>\n"
-            "</seed:tool_call>"
+            "</seed:tool_call>",
+            thought="<seed:think>let me see</seed:think>",
         ),
     ),
     "minicpm": (
         "<function name=><param name=>",
-        THINK
-        + "Now:"
-        + tagged('<function name="add"><param name="a">{a}</param><param name="b">{b}</param></function>'),
+        tagged('<function name="add"><param name="a">{a}</param><param name="b">{b}</param></function>'),
     ),
     "gigachat": ("<|function_call|>", THINK + f'Now:<|function_call|>{{"name": "add", "arguments": {PAIR[0]}}}'),
     "functionary": ("<function=name>", "Now:" + "".join(f"<function=add>{each}</function>" for each in PAIR)),
@@ -135,8 +125,7 @@ ANSWERS: dict[str, tuple[str, str]] = {  # a part of the chat template, and what
     "granite": ("<|tool_call|>", THINK + f"<response>Now:</response><|tool_call|>{listed('name', 'arguments')}"),
     "hermes": (
         "<tool_call>",
-        THINK
-        + "Now:"
+        f"{THINK}Now:"
         + "".join(f'\n<tool_call>\n{{"name": "add", "arguments": {each}}}\n</tool_call>' for each in PAIR),
     ),
     "llama": (

@@ -149,9 +149,8 @@ def test_the_schema_says_what_is_accepted(model: type[Body]) -> None:
             assert validator.is_valid({**SMALLEST[model], name: value}), name
         if values is not None:
             assert not validator.is_valid({**SMALLEST[model], name: "something else"}), name
-    assert validator.is_valid({**SMALLEST[model], "new": None}) and not validator.is_valid(
-        {**SMALLEST[model], "new": 1}
-    )
+    assert validator.is_valid({**SMALLEST[model], "new": None})
+    assert not validator.is_valid({**SMALLEST[model], "new": 1})
 
 
 def test_the_page_of_fields_is_what_the_schema_says() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-import transformers
 
 from serve.conftest import ServerProcess
 from slipstream.serve.routes.infill import Infill
 from slipstream.serve.schema import ExtraFile
 from tongues import byte_level, marked
+from toys import FAMILIES, tiny
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
 PREFIX, SUFFIX = "def add(a, b):\n    ", "\n\nprint(add(1, 2))\n"
@@ -55,19 +54,8 @@ def test_families_have_tokens_of_their_own() -> None:
 def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder: Path = tmp_path_factory.mktemp("models") / "toy-coder"
     tokenizer = with_tokens(byte_level(420), QWEN)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    tiny(FAMILIES["llama"], eos_token_id=tokenizer.eos_token_id, **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     allowed = ("--allow-origin", "https://editor.example")
     with ServerProcess.start("--target", str(folder), *allowed) as server, server.http() as http:

@@ -18,17 +18,13 @@ import pytest
 import slipstream
 from serve.conftest import ServerProcess
 from serve.test_server import running, until
+from toys import closed
 
 TOKENS = (6, 11, 24)
 LEAVE = 5  # one stream of so many hangs up
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"done": {"type": "boolean"}, "color": {"enum": ["red", "blue"]}, "place": {"type": "null"}},
-    "required": ["done", "color", "place"],
-    "additionalProperties": False,
-}
+SCHEMA = closed(done={"type": "boolean"}, color={"enum": ["red", "blue"]}, place={"type": "null"})
 PATTERN = "[A-Z]{2}-[0-9]{3}"
 ENOUGH = 60  # tokens in which every text of the schema and the pattern fits
 

@@ -9,25 +9,13 @@ import pytest
 
 from serve.conftest import ServerProcess
 from slipstream.serve.messages import MessagesRequest
+from toys import closed
 
 USER: dict[str, Any] = {"role": "user", "content": "add two numbers"}
-ASKED: dict[str, Any] = {
-    "model": "embedded",
-    "system": "You write Python.",
-    "messages": [USER],
-    "max_tokens": 16,
-    "temperature": 0,
-}
+ASKED: dict[str, Any] = {"model": "embedded", "system": "You write Python.", "messages": [USER]}
+ASKED |= {"max_tokens": 16, "temperature": 0}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-ADD: dict[str, Any] = {
-    "name": "add",
-    "input_schema": {
-        "type": "object",
-        "properties": {"a": DIGIT, "b": DIGIT},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    },
-}
+ADD: dict[str, Any] = {"name": "add", "input_schema": closed(a=DIGIT, b=DIGIT)}
 
 
 @pytest.fixture

@@ -126,10 +126,9 @@ def test_replicas_answer_as_one_server_does(replicas: ServerProcess, server: Ser
             assert ours.json().get("error") == expected.json().get("error")
         assert many.get("/nowhere").status_code == 404
     assert len(workers(replicas)) == 2
-    stream = replicas.client().completions.create(
-        model="embedded", prompt="x", stream=True, max_tokens=8, temperature=0
-    )
-    whole = replicas.client().completions.create(model="embedded", prompt="x", max_tokens=8, temperature=0)
+    asked: dict[str, Any] = {"model": "embedded", "prompt": "x", "max_tokens": 8, "temperature": 0}
+    stream = replicas.client().completions.create(**asked, stream=True)
+    whole = replicas.client().completions.create(**asked)
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
 
 

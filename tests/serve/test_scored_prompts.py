@@ -83,9 +83,8 @@ def test_a_stream_scores_the_prompt_with_its_first_chunk(server: ServerProcess) 
         parts = [chunk.choices[0] for chunk in chunks]
         assert "".join(part.text for part in parts) == whole.text
         for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
-            assert [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)] == getattr(
-                whole.logprobs, name
-            )
+            found = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+            assert found == getattr(whole.logprobs, name)
 
 
 def test_without_echo_a_token_has_to_be_written(http: httpx.Client) -> None:
@@ -102,18 +101,10 @@ def test_lm_eval_gives_the_log_likelihoods_of_transformers(server: ServerProcess
     """The harness itself, on a task of ten items."""
     lines = [json.dumps({"question": text, "choices": two, "answer": 0}) for text, *two in ITEMS]
     (tmp_path / "items.jsonl").write_text("\n".join(lines))
-    task = {
-        "task": "ten",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "target_delimiter": "",
-        "doc_to_text": "question",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}],
-    }
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}}}
+    columns = {"doc_to_text": "question", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    measure = {"output_type": "multiple_choice", "target_delimiter": "", "metric_list": [{"metric": "acc"}]}
+    task = {"task": "ten", "test_split": "test", **data, **columns, **measure}
     (tmp_path / "ten.yaml").write_text(json.dumps(task))
     model = f"model=embedded,base_url={server.url}/v1/completions,tokenizer={TARGET}"
     where = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]

@@ -249,17 +249,15 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="embedded", prompt="very private", temperature=-1)
         client.completions.create(model="embedded", prompt="very private", max_tokens=2)
-        client.completions.create(
-            model="embedded", prompt="private too", n=2, max_tokens=2, extra_body={"use_beam_search": True}
-        )
+        searched = {"use_beam_search": True}
+        client.completions.create(model="embedded", prompt="private too", n=2, max_tokens=2, extra_body=searched)
         assert server.stop() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["tenant"] == "alice" and lines[-1]["status"] == 200 and lines[-1]["seconds"] > 0
     assert [line["status"] for line in lines].count(401) == 6
     assert all(("error" in line) == (line["status"] >= 400) for line in lines)
-    assert "temperature" in next(
-        line["error"] for line in lines if line["status"] == 400 and line["path"] != "/v1/messages"
-    )
+    refused = [line["error"] for line in lines if line["status"] == 400 and line["path"] != "/v1/messages"]
+    assert "temperature" in refused[0]
     assert lines[-2]["completion_tokens"] == 2 and lines[-2]["finish_reasons"] == ["length"]
     assert lines[-1]["completion_tokens"] == 4 and lines[-1]["finish_reasons"] == ["length", "length"]
     assert "private" not in log.read_text()
@@ -410,9 +408,8 @@ def interrupt(*_: object) -> None:
 
 
 def test_ctrl_c_while_it_warms_up_ends_a_server_in_one_line() -> None:
-    process = Command(
-        "serve", "--port", "0", "--target", "embedded", first=partial(setattr, Engine, "warm_up", interrupt)
-    )
+    interrupted = partial(setattr, Engine, "warm_up", interrupt)
+    process = Command("serve", "--port", "0", "--target", "embedded", first=interrupted)
     *bars, line = process.stderr.read().splitlines()
     assert line == "slipstream: interrupted before the models were ready."
     assert all("Loading weights" in bar for bar in bars if bar), bars
@@ -459,11 +456,8 @@ def test_metrics_count_what_was_served(http: httpx.Client) -> None:
         assert values[f"{prefix}:generation_tokens_total{label}"] >= 8
         accepted = values[f"{prefix}:spec_decode_num_accepted_tokens_total{label}"]
         assert accepted <= values[f"{prefix}:spec_decode_num_draft_tokens_total{label}"]
-        by_position = [
-            value
-            for name, value in values.items()
-            if name.startswith(f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total")
-        ]
+        series = f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total"
+        by_position = [value for name, value in values.items() if name.startswith(series)]
         assert sum(by_position) == accepted
         assert values[f"{prefix}:time_to_first_token_seconds_count{label}"] >= 1
         assert f"{prefix}:num_requests_waiting{label}" in values
@@ -472,9 +466,8 @@ def test_metrics_count_what_was_served(http: httpx.Client) -> None:
 
 def test_the_dashboard_asks_for_series_that_are_there(http: httpx.Client) -> None:
     board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
-    asked = {
-        name for panel in board["panels"] for target in panel["targets"] for name in SERIES.findall(target["expr"])
-    }
+    targets = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = {name for expression in targets for name in SERIES.findall(expression)}
     http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 8})
     found = set(SERIES.findall(http.get("/metrics").text))
     assert len(asked) > 8 and asked <= found

@@ -138,9 +138,8 @@ def test_the_description_of_the_server_is_made_beside_the_event_loop_and_once(mo
         return make(**about)
 
     async def ask() -> list[Any]:
-        app = create_app(
-            ServerState.new(writing("bytes", [1], [2], {}), ServeSettings(("scripted",)), Capacity(2), None)
-        )
+        state = ServerState.new(writing("bytes", [1], [2], {}), ServeSettings(("scripted",)), Capacity(2), None)
+        app = create_app(state)
         async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
             return [(await client.get("/openapi.json")).json() for _ in range(2)]
 

@@ -17,6 +17,7 @@ from slipstream.serve.readers import ByFamily, Reader, as_message, joined, many_
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.tools import CallGrammar
 from slipstream.text.detokenize import Detokenizer
+from toys import closed
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 HARMONY = {  # A form in the way of gpt-oss: nothing is content unless a mark says so
@@ -273,9 +274,8 @@ def pieces(text: str, tokenizer: Any, stop: str | None = None) -> list[Piece]:
     """A text as the pieces of a stream, a token each; what a stop string cuts off has tokens and no text."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(ids, skip_special_tokens=True)
-    printed = [tokenizer.decode(ids[:i], skip_special_tokens=True).rstrip("\ufffd") for i in range(1, len(ids))] + [
-        whole
-    ]
+    printed = [tokenizer.decode(ids[:i], skip_special_tokens=True).rstrip("\ufffd") for i in range(1, len(ids))]
+    printed.append(whole)
     end = printed[-1].find(stop) if stop else len(printed[-1])
     done = Completion(printed[-1][:end], tuple(ids), "stop", Stats(), 1)
     texts = [after[len(before) : end] for before, after in zip(["", *printed], printed, strict=False)]
@@ -331,12 +331,7 @@ def test_many_calls_are_told_one_by_one(tokenizer: Any) -> None:
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": "],["}
 
 
-THING = {
-    "type": "object",
-    "properties": {"tag": {"type": "string"}},
-    "required": ["tag"],
-    "additionalProperties": False,
-}
+THING = closed(tag={"type": "string"})
 
 
 def fits(text: str, family: str, special: bool, parallel: bool = True, answer: Any = None) -> bool:

@@ -149,10 +149,8 @@ def test_datasets_are_streamed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert [found for _, found in read(["dataset:tiny"])] == ["one", "two"]
-    assert [where for where, _ in read(["dataset:wiki:raw:test"])] == [
-        "dataset:wiki:raw:test:1",
-        "dataset:wiki:raw:test:2",
-    ]
+    places = [where for where, _ in read(["dataset:wiki:raw:test"])]
+    assert places == ["dataset:wiki:raw:test:1", "dataset:wiki:raw:test:2"]
     assert len(list(read(["dataset:tiny:validation"]))) == 2
     streaming = {"streaming": True}
     assert asked == [

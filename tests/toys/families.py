@@ -14,32 +14,12 @@ HF_VOCAB = 101
 WINDOW = 7  # smaller than the texts of the tests, so that it matters
 
 # The names under which families know their sizes.
-LLAMA = {
-    "vocab_size": HF_VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-GPT = {
-    "vocab_size": HF_VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
+NO_TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+LLAMA: dict[str, Any] = {"vocab_size": HF_VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
+LLAMA |= NO_TOKENS
+GPT: dict[str, Any] = {"vocab_size": HF_VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT |= {"initializer_range": 0.2, **NO_TOKENS}
 MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 MIXED = ["sliding_attention", "full_attention"]
 
@@ -121,40 +101,19 @@ PROBED: dict[str, Family] = {
 }
 """Families that `probe` decides about."""
 
-T5 = {
-    "vocab_size": HF_VOCAB,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
+T5: dict[str, Any] = {"vocab_size": HF_VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {
     "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,  # smaller than the texts of the tests
-    "initializer_factor": 1.5,
-    "tie_word_embeddings": False,
-    "decoder_start_token_id": 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
+    "relative_attention_max_distance": 12,
+}  # less than our texts have
+T5 |= {"initializer_factor": 1.5, "tie_word_embeddings": False}
+T5 |= {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": None}
 
-BART = {
-    "vocab_size": HF_VOCAB,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 128,
-    "init_std": 0.5,
-    "tie_word_embeddings": False,
-    "decoder_start_token_id": 2,
-    "pad_token_id": 1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "forced_eos_token_id": None,
-}
+BART: dict[str, Any] = {"vocab_size": HF_VOCAB, "d_model": 32, "max_position_embeddings": 128, "init_std": 0.5}
+SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+BART |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
+BART |= {**NO_TOKENS, "tie_word_embeddings": False, "decoder_start_token_id": 2, "pad_token_id": 1}
+BART |= {"forced_eos_token_id": None}
 
 WHISPER = {
     **{name: size for name, size in BART.items() if name not in {"max_position_embeddings", "forced_eos_token_id"}},

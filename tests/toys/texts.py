@@ -22,6 +22,11 @@ RAGGED = ([3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8, 2, 8])
 """Three prompts of different lengths."""
 
 
+def closed(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has all of these properties and no others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
 def rare(*values: Any) -> list[Any]:
     """Values of a parameter that only the slow tests try: the behaviour is that of the values beside them."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]

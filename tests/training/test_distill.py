@@ -243,7 +243,6 @@ class Words:
 
 
 def about() -> Distilled:
-    """What is told of a draft."""
     facts = ("toy", ("texts",), "1 layer", "trained from scratch", 10, 6, 60, 1.0, 200, 16)
     last = Measurement(6, (0.5, 0.4), ((0.5, 0.2), (0.4, 0.1)), (1, 0), (1.2, 1.0))
     return Distilled(*facts, COSTS, DistillSettings(), (last,))

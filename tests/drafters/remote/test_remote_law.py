@@ -39,9 +39,8 @@ RULES = {"token": TOKEN, "block": BLOCK, "match": MATCH}
 
 
 def decoder(target: Table, link: Any, rule: Rule, rng: Rng, gammas: Sequence[int], **use: Any) -> Decoder:
-    return Decoder(
-        scorer(target, "target"), RemoteDrafter(link, VOCAB, **use), rule.verify, Cycle(tuple(gammas)), rng=rng
-    )
+    drafter = RemoteDrafter(link, VOCAB, **use)
+    return Decoder(scorer(target, "target"), drafter, rule.verify, Cycle(tuple(gammas)), rng=rng)
 
 
 # ---- honest servers ---------------------------------------------------------------------------------------------

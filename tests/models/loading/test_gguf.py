@@ -38,11 +38,9 @@ def written(model: Any, file: Path, format: str, more: Any = None, **split: Any)
 
 def restored(model: Any, stands_for: dict[str, Tensor]) -> Any:
     """The model with the weights that a file stands for."""
-    turned = FAMILIES[model.config.model_type][1] is interleaved
-    weights = {
-        name: interleaved(name, each, model.config, (-1, 2)) if turned else each for name, each in stands_for.items()
-    }
-    model.load_state_dict(weights, strict=False)
+    if FAMILIES[model.config.model_type][1] is interleaved:
+        stands_for = {name: interleaved(name, each, model.config, (-1, 2)) for name, each in stands_for.items()}
+    model.load_state_dict(stands_for, strict=False)
     return model.eval()
 
 

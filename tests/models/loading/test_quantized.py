@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import slipstream
 from slipstream.execution.passes import Mode
@@ -18,6 +18,7 @@ from slipstream.kernels.packing import QuantizedLinear
 from slipstream.kernels.quantization import Precision
 from slipstream.models.loading.load import load_model, load_scorer
 from slipstream.models.loading.quantized import PACKAGES
+from toys import FAMILIES, tiny
 from toys.kernels import needs_kernel
 
 pytestmark = needs_kernel
@@ -151,25 +152,12 @@ CASES = [
 every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def plain() -> LlamaForCausalLM:
+def plain() -> PreTrainedModel:
     """A random model whose layers have inputs that are no multiple of every group."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **sizes,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=101,
-            max_position_embeddings=64,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).eval()
+    return tiny(FAMILIES["llama"], hidden_size=96, intermediate_size=160, max_position_embeddings=64)
 
 
-def written(folder: Path, case: Case) -> LlamaForCausalLM:
+def written(folder: Path, case: Case) -> PreTrainedModel:
     """Write a checkpoint in the format; the model with the weights that its codes stand for."""
     model = plain()
     model.save_pretrained(folder)
@@ -199,7 +187,7 @@ def rounded(inputs: Tensor, layer: QuantizedLinear) -> Tensor:
 
 
 @torch.inference_mode()
-def gap(plainly: LlamaForCausalLM, loaded: Any) -> float:
+def gap(plainly: PreTrainedModel, loaded: Any) -> float:
     """How far the logits of a loaded checkpoint are from those of a plain model with inputs rounded alike."""
     layers = [(name, each) for name, each in loaded.named_modules() if isinstance(each, QuantizedLinear)]
     hooks = [

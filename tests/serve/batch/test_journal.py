@@ -44,14 +44,8 @@ def test_the_file_of_answers_is_in_the_order_of_the_prompts(tmp_path: Path) -> N
     out = tmp_path / "answers.jsonl"
     assert complete(out) == [2, 0, 1]
     first, second, third = map(json.loads, out.read_text().splitlines())
-    assert first == {
-        "index": 0,
-        "id": "ä",
-        "text": "zero\n",
-        "finish_reason": "stop",
-        "prompt_tokens": 1,
-        "completion_tokens": 5,
-    }
+    counts = {"prompt_tokens": 1, "completion_tokens": 5}
+    assert first == {"index": 0, "id": "ä", "text": "zero\n", "finish_reason": "stop", **counts}
     assert second == {"index": 1, "error": "it is too long."}
     assert third["custom_id"] == "c" and third["error"] is None
     assert third["response"]["status_code"] == 200 and third["response"]["body"] == ANSWERS[2].body
@@ -69,10 +63,8 @@ def test_a_run_that_is_killed_after_any_byte_goes_on_where_it_was(tmp_path: Path
             begun.append(journal.path.stat().st_size)
         data = journal.path.read_bytes()
     assert begun[-1] == len(data)
-    sizes = {
-        *range(0, len(data) + 1, 7),
-        *(end + near for end in begun for near in (-1, 0, 1) if end + near <= len(data)),
-    }
+    ends = {end + near for end in begun for near in (-1, 0, 1) if end + near <= len(data)}
+    sizes = {*range(0, len(data) + 1, 7), *ends}
     for size in sorted(sizes):
         out.unlink(missing_ok=True)
         journal.path.write_bytes(data[:size])

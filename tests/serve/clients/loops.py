@@ -190,9 +190,8 @@ class LangChain:
     def loop(self, answer: Callable[[Any, Any], Any]) -> Any:
         model = self.model.bind_tools([add])
         first = answer(model, self.asked)
-        results = [
-            self.kinds.ToolMessage(str(add(**call["args"])), tool_call_id=call["id"]) for call in first.tool_calls
-        ]
+        told = self.kinds.ToolMessage
+        results = [told(str(add(**call["args"])), tool_call_id=call["id"]) for call in first.tool_calls]
         return answer(model, [*self.asked, first, *results]).text
 
     def tools(self) -> Any:
@@ -267,9 +266,8 @@ class LiteLLM:
 
     def tools(self, **more: Any) -> Any:
         message = self.chat(tools=TOOLS, **more)
-        return self.chat(
-            [*MESSAGES, message.model_dump(), *map(result, message.tool_calls)], tools=TOOLS, **more
-        ).content
+        turns = [*MESSAGES, message.model_dump(), *map(result, message.tool_calls)]
+        return self.chat(turns, tools=TOOLS, **more).content
 
     def streamed_tools(self) -> Any:
         return self.tools(stream=True)
