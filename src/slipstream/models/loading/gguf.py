@@ -112,11 +112,10 @@ class GgufWeights:
 
     @staticmethod
     def of(file: GgufFile, skeleton: Any) -> GgufWeights:
-        kinds = {**TENSOR_PROCESSORS, GROUPED: Grouped}
-        kind = kinds.get(FAMILIES[file.architecture].alike, TensorProcessor)
+        kind = {**TENSOR_PROCESSORS, GROUPED: Grouped}.get(FAMILIES[file.architecture].alike, TensorProcessor)
         heads = file.value("attention.head_count")
-        groups = file.value("attention.head_count_kv", heads)
-        processor = kind(config={**skeleton.config.to_dict(), "heads": heads, "groups": groups})
+        more = {"heads": heads, "groups": file.value("attention.head_count_kv", heads)}
+        processor = kind(config={**skeleton.config.to_dict(), **more})
         shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         return GgufWeights(file, skeleton, processor, _names(file, skeleton), shapes)
 
@@ -125,11 +124,9 @@ class GgufWeights:
         kept = dict(self._kept()) if keep_codes else {}
         stretch = Stretch(sum(FORMATS[tensor.format].bytes_of(*tensor.shape) for _, tensor, _ in kept.values()))
         for layer, tensor, order in kept.values():
-            form = FORMATS[tensor.format]
-            panels = unpacked(tensor, stretch, order)
-            self.stored[layer] = StoredLinear(
-                Precision(form.bits, form.group), panels, (len(tensor.data), tensor.shape[1])
-            )
+            precision = Precision(FORMATS[tensor.format].bits, FORMATS[tensor.format].group)
+            panels, shape = unpacked(tensor, stretch, order), (len(tensor.data), tensor.shape[1])
+            self.stored[layer] = StoredLinear(precision, panels, shape)
         halves = dict[str, dict[str, Tensor]]()
         for name, tensor in self.file.tensors.items():
             if name in kept:
@@ -145,8 +142,8 @@ class GgufWeights:
                 self.unknown.append(tensor.name)
             if len(tensor.shape) > 1 and tensor.format not in FLOATS:
                 self.dequantized.add(format_name(tensor.format))
-        for place, both in halves.items():
-            self.tensors[place] = torch.cat([both["gate"], both["up"]], 1)
+        whole = {place: both for place, both in halves.items() if len(both) == 2}
+        self.tensors |= {place: torch.cat([both["gate"], both["up"]], 1) for place, both in whole.items()}
         self.file.forget_pages()
 
     def missing(self) -> set[str]:
@@ -161,11 +158,10 @@ class GgufWeights:
             tensor = self.file.tensors.get(in_file.get(f"{layer}.weight", ""))
             if tensor is None or tensor.format not in FORMATS or len(tensor.shape) != 2:
                 continue
-            if type(module) is nn.Linear or can_embed(module):
-                order = self._order_of_rows(tensor)
-                if order is not None:
-                    straight = torch.equal(order, torch.arange(len(order)))
-                    yield tensor.name, (layer, tensor, None if straight else order)
+            packs = type(module) is nn.Linear or can_embed(module)
+            if packs and (order := self._order_of_rows(tensor)) is not None:
+                straight = torch.equal(order, torch.arange(len(order)))
+                yield tensor.name, (layer, tensor, None if straight else order)
 
     def _order_of_rows(self, tensor: Stored) -> Tensor | None:
         """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
@@ -185,8 +181,8 @@ def _names(file: GgufFile, skeleton: Any) -> dict[str, str]:
     """Return transformers' names of a model's tensors by those of the file, with or without the name of its base."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    known = get_tensor_name_map(numbers[file.architecture], skeleton.config.num_hidden_layers)
+    [family] = [number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture]
+    known = get_tensor_name_map(family, skeleton.config.num_hidden_layers)
     found: dict[str, str] = {}
     for whole in skeleton.state_dict():
         stem, dot, part = whole.rpartition(".")

@@ -20,14 +20,10 @@ SIGNS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS: dict[
-    str, tuple[str, ...]
-] = {  # by llama.cpp's names; expressions whose matches are split off one after another
+SPLITS: dict[str, tuple[str, ...]] = {  # expressions by llama.cpp's names, whose matches are split off in turn
     **{name: (split,) for name, split in GGUF_PRE_TOKENIZER_SPLITS.items()},
     **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "granite-docling"), (WORDS,)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", WORDS)
-    ),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", WORDS)),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"],)),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open"), (GGUF_PRE_TOKENIZER_SPLITS["qwen2"],)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", HAN, SIGNS)),
@@ -38,8 +34,8 @@ SPLITS: dict[
         *("[一-龥ࠀ-一가-퟿]+", r"\p{N}+"),
     ),
 }
+# Of these vocabularies a whole word is taken first, whatever merges would make of it.
 WHOLE_WORDS = (GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"], GGUF_PRE_TOKENIZER_SPLITS["tekken"])
-"""Splits of vocabularies of which a whole word is taken first, whatever merges would make of it."""
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
@@ -56,10 +52,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         raise ValueError("the file holds no tokenizer: pass tokenizer=... as well")
     flags = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
     settings.update({name: flag for name, flag in flags.items() if flag is not None})  # older transformers reads none
-    if words.get("tokenizer_type") == "llama":
-        settings.setdefault("add_bos_token", True)  # as llama.cpp does
-    if words.get("tokenizer_type") == "gemma4":
-        settings["add_bos_token"] = False  # its chat template begins with the token
+    if (kind := words.get("tokenizer_type")) in ("llama", "gemma4"):  # as llama.cpp; Gemma 4's template begins with it
+        settings["add_bos_token"] = kind == "llama" and settings.get("add_bos_token", True)
     for key, role in SPECIAL.items():
         number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         settings[f"{role}_token"] = None if number is None else words["tokens"][number]
@@ -76,9 +70,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
 
 def _spaces(words: dict[str, Any]) -> dict[int, str]:
     """Return names without spaces for the tokens of a byte-level vocabulary that stand for spaces before any split.
-
-    transformers would take them for the ones that merges make of single spaces.
-    """
+    transformers would take them for the ones that merges make of single spaces."""
     kinds = words.get("token_type", ()) if words.get("tokenizer_type") == "gpt2" else ()
     numbers = [number for number, kind in enumerate(kinds) if kind == OF_USERS]
     return {number: f"<spaces_{number}>" for number in numbers if re.search(r"\s", words["tokens"][number])}
@@ -100,11 +92,10 @@ def _split_as_llama_cpp(backend: Tokenizer, file: GgufFile) -> None:
         prefix = [normalizers.Prepend("▁")] if file.metadata.get("tokenizer.ggml.add_space_prefix", True) else []
         backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
         backend.pre_tokenizer = None
-    if kind != "gpt2":
-        return
     way = file.metadata.get("tokenizer.ggml.pre", "default")
-    if way not in SPLITS:
+    if kind == "gpt2" and way not in SPLITS:
         raise ValueError(f"its tokenizer splits texts by {way!r}, which is not known: pass tokenizer=... as well")
-    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[way]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    backend.model.ignore_merges = SPLITS[way][0] in WHOLE_WORDS
+    if kind == "gpt2":
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[way]]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        backend.model.ignore_merges = SPLITS[way][0] in WHOLE_WORDS
