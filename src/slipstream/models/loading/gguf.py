@@ -271,6 +271,6 @@ def load_gguf(
             "(--activations float) leaves them unrounded."
         )
     if weights.dequantized:
-        names, why = ", ".join(sorted(weights.dequantized)), "" if reading.dequantize else " have no kernel, and"
+        names, why = ", ".join(sorted(weights.dequantized)), " have no kernel, and" if keep_codes else ""
         model.notes.append(f"weights of {path.name} in {names}{why} were dequantized.")
     return model, about
