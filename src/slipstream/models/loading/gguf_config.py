@@ -131,19 +131,19 @@ def _kind(file: GgufFile) -> str:
 
 
 def _values(file: GgufFile, usual: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a model, by the names they have in the `usual` configuration of its family."""
+    """Return the settings that a file gives its model, by their names in the `usual` configuration of its family."""
     family, tensors = file.architecture, file.tensors
     if EMBEDDINGS not in tensors:
         raise ValueError("it has no embeddings of tokens: it holds a vocabulary, or a part of a model")
-    told = {names: value for key, names in SETTINGS.items() if (value := file.value(key)) not in (None, [])}
-    told |= {"sliding_window": None} if told.get("sliding_window") == 0 else {}
-    told |= {names: any(re.search(part, each) for each in tensors) for part, names in PARTS.items()}
+    given = {names: file.value(key) for key, names in SETTINGS.items() if file.value(key) not in (None, [])}
+    given |= {"sliding_window": None} if given.get("sliding_window") == 0 else {}
+    given |= {names: any(re.search(part, each) for each in tensors) for part, names in PARTS.items()}
     values: dict[str, Any] = {"vocab_size": tensors[EMBEDDINGS].shape[0]}
     values["tie_word_embeddings"] = "output.weight" not in tensors
     wide = file.value("feed_forward_length")
     if family == "gemma4" and isinstance(wide, list) and set(wide) == {min(wide), 2 * min(wide)}:
-        told[SETTINGS["feed_forward_length"]], values["use_double_wide_mlp"] = min(wide), True
-    for names, value in told.items():
+        given[SETTINGS["feed_forward_length"]], values["use_double_wide_mlp"] = min(wide), True
+    for names, value in given.items():  # of the names that a setting may have, the family has one, or none
         known = [name for name in names.split() if hasattr(usual, name)][:1]
         if known and isinstance(value, list) and len(set(value)) > 1:
             raise ValueError(f"its layers differ in {known[0]} ({', '.join(map(str, value))}), which is not read")
