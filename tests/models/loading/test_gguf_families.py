@@ -200,6 +200,8 @@ REAL: dict[str, dict[str, Any]] = {
     "falcon": FALCON | {"bias": False},
     "bloom": {"n_layer": 2, "n_head": 4},
     "smollm3": {"num_hidden_layers": 4},
+    "gpt2": {"n_ctx": 128},
+    "mamba": {"intermediate_size": 128},
 }
 needs_llama_cpp = pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no checkout of llama.cpp")
 CONVERT = """  # convert a folder without a tokenizer: python -c CONVERT CHECKOUT FOLDER FILE

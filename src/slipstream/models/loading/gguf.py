@@ -1,7 +1,7 @@
 """Loading checkpoints of llama.cpp (.gguf) on a CPU: weights in most of its formats keep their stored codes.
 
-Names and the order of rows are those of llama.cpp, which interleaves the halves of what it rotates; transformers'
-functions undo that. All other weights are dequantized.
+Names and the order of rows are those of llama.cpp, which interleaves the halves of what it rotates; this is undone.
+All other weights are dequantized.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
 
 from slipstream.kernels.cpu import kernel_missing, quantized_rows
 from slipstream.kernels.packing import Stretch, can_embed
 from slipstream.kernels.quantization import PANEL, QUAD, Precision, QuantizedPanels
 from slipstream.kernels.stored_codes import StoredLinear
-from slipstream.models.loading.gguf_config import FAMILIES, GROUPED, generation_config_of
+from slipstream.models.loading.gguf_config import FAMILIES, GROUPED, RAISED, ROTATED, TRANSPOSED, generation_config_of
 from slipstream.models.loading.gguf_file import GgufFile, Stored
 from slipstream.models.loading.origin import Origin
 from slipstream.models.loading.quantized import INT8, PLACED_OTHERWISE, Loaded, Reading, assembled, compute_dtype
@@ -83,26 +81,13 @@ HALF = re.compile(r"ffn_(gate|up)_exps\.")
 KNOWN_UNUSED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")  # the configuration has what they say
 
 
-class Grouped(TensorProcessor):
-    """Puts the queries of the heads that share keys and values before these, in joined projections."""
-
-    def process(self, weights: np.ndarray, name: str, **more: Any) -> GGUFTensor:
-        if "attn_qkv" in name:
-            heads, groups = self.config["heads"], self.config["groups"]
-            width = len(weights) // (heads + 2 * groups)
-            cuts = (heads * width, (heads + groups) * width)
-            parts = [part.reshape(groups, -1, *weights.shape[1:]) for part in np.split(weights, cuts)]
-            weights = np.concatenate(parts, 1).reshape(weights.shape)
-        return GGUFTensor(weights, name, {})
-
-
 @dataclass
 class GgufWeights:
     """The weights of a file by transformers' names: `tensors`, and the layers that are `stored` in codes."""
 
     file: GgufFile
     skeleton: Any  # the model without weights
-    processor: Any
+    heads: tuple[int, int]  # of queries, and of keys and values
     names: dict[str, str]
     shapes: dict[str, torch.Size]
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -112,12 +97,9 @@ class GgufWeights:
 
     @staticmethod
     def of(file: GgufFile, skeleton: Any) -> GgufWeights:
-        kind = {**TENSOR_PROCESSORS, GROUPED: Grouped}.get(FAMILIES[file.architecture].alike, TensorProcessor)
-        heads = file.value("attention.head_count")
-        more = {"heads": heads, "groups": file.value("attention.head_count_kv", heads)}
-        processor = kind(config={**skeleton.config.to_dict(), **more})
+        heads, groups = (file.value(f"attention.head_count{each}") or 0 for each in ("", "_kv"))
         shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-        return GgufWeights(file, skeleton, processor, _names(file, skeleton), shapes)
+        return GgufWeights(file, skeleton, (heads, groups or heads), _names(file, skeleton), shapes)
 
     def read(self, keep_codes: bool) -> None:
         """Read all tensors: as codes where they fit a linear layer or embeddings, otherwise dequantized."""
@@ -131,15 +113,14 @@ class GgufWeights:
         for name, tensor in self.file.tensors.items():
             if name in kept:
                 continue
-            processed = self.processor.process(weights=dequantized(tensor).numpy(), name=name, **self._for_processor())
-            if place := self.names.get(processed.name or ""):
-                weights = torch.from_numpy(np.ascontiguousarray(processed.weights))
+            if place := self.names.get(name):
+                weights = self._restored(dequantized(tensor), name).contiguous()
                 if half := HALF.search(name):
                     halves.setdefault(place, {})[half[1]] = weights
                 else:
                     self.tensors[place] = weights.view(self.shapes[place])
-            elif processed.name and not processed.name.startswith(KNOWN_UNUSED):
-                self.unknown.append(tensor.name)
+            elif not name.startswith(KNOWN_UNUSED):
+                self.unknown.append(name)
             if len(tensor.shape) > 1 and tensor.format not in FLOATS:
                 self.dequantized.add(format_name(tensor.format))
         whole = {place: both for place, both in halves.items() if len(both) == 2}
@@ -165,16 +146,24 @@ class GgufWeights:
 
     def _order_of_rows(self, tensor: Stored) -> Tensor | None:
         """Return the rows in transformers' order; None if it does more to the weight than to reorder its rows."""
-        rows = np.arange(tensor.shape[0], dtype=np.float64)[:, None]
-        processed = self.processor.process(weights=rows, name=tensor.name, **self._for_processor())
-        if processed.name != tensor.name or processed.weights.shape != rows.shape:
-            return None
-        order = torch.from_numpy(np.ascontiguousarray(processed.weights[:, 0])).long()
-        return order if torch.equal(order.sort().values, torch.arange(len(rows))) else None
+        rows = torch.arange(tensor.shape[0])[:, None]
+        order = self._restored(rows, tensor.name)
+        return order[:, 0] if order.shape == rows.shape and torch.equal(order.sort(0).values, rows) else None
 
-    def _for_processor(self) -> dict[str, Any]:
-        """Return what processors ask for that put tensors among the others themselves."""
-        return {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": self.tensors}}
+    def _restored(self, weights: Tensor, name: str) -> Tensor:
+        """Return the weights of a tensor as transformers has them, where llama.cpp's layout of its family differs."""
+        (heads, groups), layout = self.heads, FAMILIES[self.file.architecture].layout
+        if layout == ROTATED and (".attn_q." in name or ".attn_k." in name):
+            pairs = weights.unflatten(0, (heads if ".attn_q." in name else groups, -1, 2))
+            return pairs.transpose(1, 2).reshape(weights.shape)
+        if layout == GROUPED and ".attn_qkv." in name:
+            parts = weights.unflatten(0, (heads + 2 * groups, -1)).split((heads, groups, groups))
+            return torch.cat([each.reshape(groups, -1, *weights.shape[1:]) for each in parts], 1).reshape(weights.shape)
+        if layout == TRANSPOSED and name.startswith("blk.") and weights.ndim == 2:
+            return weights.T
+        if layout == RAISED and name.endswith("norm.weight"):
+            return weights - 1
+        return torch.log(-weights) if name.endswith("ssm_a") else weights
 
 
 def _names(file: GgufFile, skeleton: Any) -> dict[str, str]:

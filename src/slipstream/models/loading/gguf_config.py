@@ -13,22 +13,23 @@ from slipstream.models.loading.gguf_file import GgufFile
 
 
 class Family(NamedTuple):
-    """A family of llama.cpp: its `kind` in transformers, and the family whose rows and norms it stores `alike`.
+    """A family of llama.cpp: its `kind` in transformers, and what llama.cpp's `layout` of its weights changes.
     Without a kind, its configuration is what transformers reads of the file."""
 
     kind: str = ""
-    alike: str = ""
+    layout: str = ""
 
 
 SAME = ("qwen2", "qwen3", "phi3", "starcoder2", "stablelm", "mistral", "olmo2", "olmoe", "cohere2", "glm4")
+ROTATED = "rotated"  # interleaves the halves of what is rotated
 GROUPED = "grouped"  # stores queries, keys and values one after another, where transformers groups them by heads
-ROTATED = ("llama", "granite", "granitemoe", "olmo", "arcee", "smollm3")  # interleave the halves of what they rotate
+TRANSPOSED, RAISED = "transposed", "raised"  # stores matrices the other way round; the weights of norms plus one
 FAMILIES = {  # the families that are read here
-    **{name: Family(name) for name in (*SAME, "ernie4_5", "seed_oss", "exaone4")},
-    **{name: Family(name, "llama") for name in ROTATED},
-    **{name: Family(name, name) for name in ("gpt2", "mamba", "nemotron", "gemma2")},
-    "gemma": Family("gemma", "gemma2"),
-    "gemma3": Family("gemma3_text", "gemma2"),
+    **{name: Family(name) for name in (*SAME, "ernie4_5", "seed_oss", "exaone4", "mamba")},
+    **{name: Family(name, ROTATED) for name in ("llama", "granite", "granitemoe", "olmo", "arcee", "smollm3")},
+    "gpt2": Family("gpt2", TRANSPOSED),
+    **{name: Family(name, RAISED) for name in ("nemotron", "gemma", "gemma2")},
+    "gemma3": Family("gemma3_text", RAISED),
     "qwen2moe": Family("qwen2_moe"),
     "qwen3moe": Family("qwen3_moe"),
     "command-r": Family("cohere"),
