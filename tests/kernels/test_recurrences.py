@@ -9,10 +9,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as delta
 
 from slipstream.kernels.recurrences import (
     gated_delta_rule,
-    gated_delta_state,
     short_convolution,
     state_space,
-    state_space_state,
 )
 from toys.kernels import needs_kernel, noise
 
@@ -50,7 +48,7 @@ def test_the_gated_delta_rule_is_that_of_transformers(case: tuple[int, ...]) -> 
     )
     found = gated_delta_rule(queries, keys, values, decays, strengths, state)
     torch.testing.assert_close(found, wanted, **CLOSE)
-    torch.testing.assert_close(gated_delta_state(keys, values, decays, strengths, state), end, **CLOSE)
+    torch.testing.assert_close(gated_delta_rule(None, keys, values, decays, strengths, state), end, **CLOSE)
 
 
 @pytest.mark.parametrize("case", DELTAS[1:3])
@@ -62,8 +60,8 @@ def test_a_token_of_the_delta_rule_has_the_same_bits_whatever_stands_beside_it(c
         assert torch.equal(gated_delta_rule(*one, state), whole[:, token : token + 1])
         alone = gated_delta_rule(*(part[-1:] for part in one), state[-1:])
         assert torch.equal(alone, whole[-1:, token : token + 1])
-        state = gated_delta_state(*one[1:], state)
-    assert torch.equal(state, gated_delta_state(*inputs[1:], deltas(case)[-1]))
+        state = gated_delta_rule(None, *one[1:], state)
+    assert torch.equal(state, gated_delta_rule(None, *inputs[1:], deltas(case)[-1]))
 
 
 # rows, tokens, groups, heads, size of heads, size of states
@@ -88,7 +86,7 @@ def test_the_recurrence_of_mamba_2_is_that_of_transformers(case: tuple[int, ...]
     )
     found = state_space(inputs, steps, pace * steps, into, out_of, skip, state)
     torch.testing.assert_close(found, wanted, **CLOSE)
-    torch.testing.assert_close(state_space_state(inputs, steps, pace * steps, into, state), end, **CLOSE)
+    torch.testing.assert_close(state_space(inputs, steps, pace * steps, into, None, None, state), end, **CLOSE)
 
 
 def test_a_token_of_mamba_2_has_the_same_bits_whatever_stands_beside_it() -> None:
@@ -98,8 +96,8 @@ def test_a_token_of_mamba_2_has_the_same_bits_whatever_stands_beside_it() -> Non
         one = slice(token, token + 1)
         read = (inputs[:, one], steps[:, one], pace * steps[:, one], into[:, one])
         assert torch.equal(state_space(*read, out_of[:, one], skip, state), whole[:, one])
-        state = state_space_state(*read, state)
-    assert torch.equal(state, state_space_state(inputs, steps, pace * steps, into, spaces(SPACES[1])[-1]))
+        state = state_space(*read, None, None, state)
+    assert torch.equal(state, state_space(inputs, steps, pace * steps, into, None, None, spaces(SPACES[1])[-1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

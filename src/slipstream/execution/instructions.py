@@ -346,7 +346,8 @@ HANDLERS |= {
     ),
     "aten.scalar_tensor": _elementwise("copy", lambda value: [value]),
     "slipstream.linear": _of_weights("linear", 1, lambda features: [features]),
-    "slipstream.quantized_linear": _of_weights("quantized_linear", 2, lambda features, bits: [bits, True, features]),
-    "slipstream.dequantized_linear": _of_weights("quantized_linear", 2, lambda features, bits: [bits, False, features]),
+    "slipstream.quantized_linear": _of_weights(
+        "quantized_linear", 3, lambda features, bits, whole: [bits, whole, features]
+    ),
     "slipstream.quantized_rows": _of_weights("quantized_rows", 2, lambda bits, width: [bits]),
 }

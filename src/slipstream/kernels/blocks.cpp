@@ -23,6 +23,14 @@ struct Block {
 inline uint16_t half_at(const uint8_t* place) { return static_cast<uint16_t>(place[0] | place[1] << 8); }
 inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
+// A format of blocks, by llama.cpp's number: the bits of codes in panels, the inputs and bytes of a block, the inputs of a
+// group, and whether groups have offsets.
+template <int NUMBER_, int BITS_, int INPUTS_, int BYTES_, int GROUP_, bool OFFSETS_ = false>
+struct BlockFormat {
+  static constexpr int NUMBER = NUMBER_, BITS = BITS_, INPUTS = INPUTS_, BYTES = BYTES_, GROUP = GROUP_;
+  static constexpr bool OFFSETS = OFFSETS_;
+};
+
 // Codes of 4 bits in COUNT bytes: the lower ones first, then the upper ones.
 template <int COUNT>
 void halves(const uint8_t* __restrict from, uint8_t* __restrict to) {
@@ -59,18 +67,14 @@ inline void add(uint8_t more, uint8_t* codes) {
   for (int i = 0; i < MOST_BLOCK; ++i) codes[i] = static_cast<uint8_t>(codes[i] + more);
 }
 
-struct Q4_0 {
-  static constexpr int NUMBER = 2, BITS = 4, INPUTS = 32, BYTES = 18, GROUP = 32;
-  static constexpr bool OFFSETS = false;
+struct Q4_0 : BlockFormat<2, 4, 32, 18, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     halves<16>(from + 2, to.codes);
   }
 };
 
-struct Q4_1 {
-  static constexpr int NUMBER = 3, BITS = 4, INPUTS = 32, BYTES = 20, GROUP = 32;
-  static constexpr bool OFFSETS = true;
+struct Q4_1 : BlockFormat<3, 4, 32, 20, 32, true> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     to.offset = half_at(from + 2);
@@ -83,9 +87,7 @@ inline void add_fifth(const uint8_t* from, uint8_t* codes, int more) {
   for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(codes[i] + ((from[i / 8] >> (i % 8) & 1) << 4) + more);
 }
 
-struct Q5_0 {
-  static constexpr int NUMBER = 6, BITS = 8, INPUTS = 32, BYTES = 22, GROUP = 32;
-  static constexpr bool OFFSETS = false;
+struct Q5_0 : BlockFormat<6, 8, 32, 22, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     halves<16>(from + 6, to.codes);
@@ -93,9 +95,7 @@ struct Q5_0 {
   }
 };
 
-struct Q5_1 {
-  static constexpr int NUMBER = 7, BITS = 8, INPUTS = 32, BYTES = 24, GROUP = 32;
-  static constexpr bool OFFSETS = true;
+struct Q5_1 : BlockFormat<7, 8, 32, 24, 32, true> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     to.offset = half_at(from + 2);
@@ -104,18 +104,14 @@ struct Q5_1 {
   }
 };
 
-struct Q8_0 {
-  static constexpr int NUMBER = 8, BITS = 8, INPUTS = 32, BYTES = 34, GROUP = 32;
-  static constexpr bool OFFSETS = false;
+struct Q8_0 : BlockFormat<8, 8, 32, 34, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     for (int i = 0; i < 32; ++i) to.codes[i] = from[2 + i] ^ 128;
   }
 };
 
-struct Q2_K {
-  static constexpr int NUMBER = 10, BITS = 4, INPUTS = 256, BYTES = 84, GROUP = 16;
-  static constexpr bool OFFSETS = true;
+struct Q2_K : BlockFormat<10, 4, 256, 84, 16, true> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 80);
     to.offset = negative(half_at(from + 82));
@@ -127,9 +123,7 @@ struct Q2_K {
   }
 };
 
-struct Q3_K {
-  static constexpr int NUMBER = 11, BITS = 4, INPUTS = 256, BYTES = 110, GROUP = 16;
-  static constexpr bool OFFSETS = false;
+struct Q3_K : BlockFormat<11, 4, 256, 110, 16> {
   static void unpack(const uint8_t* from, Block& to) {
     const uint8_t* scales = from + 96;
     to.scale = half_at(from + 108);
@@ -154,9 +148,7 @@ inline void unpack_steps(const uint8_t* from, Block& to) {
   }
 }
 
-struct Q4_K {
-  static constexpr int NUMBER = 12, BITS = 4, INPUTS = 256, BYTES = 144, GROUP = 32;
-  static constexpr bool OFFSETS = true;
+struct Q4_K : BlockFormat<12, 4, 256, 144, 32, true> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     to.offset = negative(half_at(from + 2));
@@ -165,9 +157,7 @@ struct Q4_K {
   }
 };
 
-struct Q5_K {
-  static constexpr int NUMBER = 13, BITS = 8, INPUTS = 256, BYTES = 176, GROUP = 32;
-  static constexpr bool OFFSETS = true;
+struct Q5_K : BlockFormat<13, 8, 256, 176, 32, true> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     to.offset = negative(half_at(from + 2));
@@ -179,9 +169,7 @@ struct Q5_K {
   }
 };
 
-struct Q6_K {
-  static constexpr int NUMBER = 14, BITS = 8, INPUTS = 256, BYTES = 210, GROUP = 16;
-  static constexpr bool OFFSETS = false;
+struct Q6_K : BlockFormat<14, 8, 256, 210, 16> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 208);
     std::memcpy(to.steps, from + 192, 16);
@@ -194,18 +182,14 @@ struct Q6_K {
   }
 };
 
-struct IQ4_NL {
-  static constexpr int NUMBER = 20, BITS = 8, INPUTS = 32, BYTES = 18, GROUP = 32;
-  static constexpr bool OFFSETS = false;
+struct IQ4_NL : BlockFormat<20, 8, 32, 18, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     from_table(from + 2, IQ4, to.codes);
   }
 };
 
-struct IQ4_XS {
-  static constexpr int NUMBER = 23, BITS = 8, INPUTS = 256, BYTES = 136, GROUP = 32;
-  static constexpr bool OFFSETS = false;
+struct IQ4_XS : BlockFormat<23, 8, 256, 136, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
     const int high = half_at(from + 2);
@@ -216,9 +200,7 @@ struct IQ4_XS {
   }
 };
 
-struct TQ1_0 {
-  static constexpr int NUMBER = 34, BITS = 4, INPUTS = 256, BYTES = 54, GROUP = 256;
-  static constexpr bool OFFSETS = false;
+struct TQ1_0 : BlockFormat<34, 4, 256, 54, 256> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 52);
     uint8_t* codes = trits(from, 32, 5, to.codes);
@@ -233,9 +215,7 @@ struct TQ1_0 {
   }
 };
 
-struct TQ2_0 {
-  static constexpr int NUMBER = 35, BITS = 4, INPUTS = 256, BYTES = 66, GROUP = 256;
-  static constexpr bool OFFSETS = false;
+struct TQ2_0 : BlockFormat<35, 4, 256, 66, 256> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 64);
     for (int i = 0; i < 2; ++i) slices<2>(from + 32 * i, to.codes + 128 * i);
@@ -243,9 +223,7 @@ struct TQ2_0 {
   }
 };
 
-struct MXFP4 {
-  static constexpr int NUMBER = 39, BITS = 8, INPUTS = 32, BYTES = 17, GROUP = 32;
-  static constexpr bool OFFSETS = false;
+struct MXFP4 : BlockFormat<39, 8, 32, 17, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     const int power = from[0] - 1;  // of 2, in bfloat16 with its bias, one less for the halves
     to.scale = static_cast<uint16_t>(power > 0 ? power << 7 : 0x40 >> -power);

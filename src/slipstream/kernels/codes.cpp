@@ -88,12 +88,8 @@ std::tuple<Tensor, Tensor> nearest_codes(Tensor weight, int64_t size, int64_t bi
   const int64_t groups = (weight.size(1) + size - 1) / size;
   Tensor codes = torch::stable::new_empty(weight, std::vector<int64_t>{weight.size(0), groups * size}, ScalarType::Byte);
   Tensor scales = torch::stable::new_empty(weight, std::vector<int64_t>{weight.size(0), groups}, ScalarType::BFloat16);
-  if (weight.scalar_type() == ScalarType::BFloat16)
-    choose_all<BFloat16>(weight, size, bits, codes, scales);
-  else if (weight.scalar_type() == ScalarType::Float)
-    choose_all<Float32>(weight, size, bits, codes, scales);
-  else
-    STD_TORCH_CHECK(false, "slipstream::nearest_codes: float32 or bfloat16");
+  with_type(number_of(weight, "nearest_codes"),
+            [&](auto type) { choose_all<decltype(type)>(weight, size, bits, codes, scales); });
   return {codes, scales};
 }
 

@@ -54,8 +54,7 @@ def quantized_linear(
     If `whole`, inputs become whole numbers of 8 bits, group by group; the sums of groups are added in float32, in the
     same order for every row. Otherwise they stay as they are, and all products are added in float32.
     """
-    multiply = torch.ops.slipstream.quantized_linear if whole else torch.ops.slipstream.dequantized_linear
-    return multiply(inputs.contiguous(), *panels, bias, features, bits)
+    return torch.ops.slipstream.quantized_linear(inputs.contiguous(), *panels, bias, features, bits, whole)
 
 
 def quantized_rows(features: Tensor, panels: QuantizedPanels, bits: int, width: int) -> Tensor:

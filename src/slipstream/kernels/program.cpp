@@ -219,7 +219,6 @@ void compute(Code code, int64_t count, const Compute (*in)[BLOCK], Compute* out)
   using C = Compute;
   if constexpr (std::is_same_v<C, float>) {
     switch (code) {
-      case EXP: return one([](C x) { return std::exp(x); });
       case SIGMOID: return by_lanes(count, in[0], out, sigmoid);
       case TANH: return by_lanes(count, in[0], out, [](const Lanes& x) { return tanh(x); });
       case SILU: return by_lanes(count, in[0], out, [](const Lanes& x) { return x * sigmoid(x); });

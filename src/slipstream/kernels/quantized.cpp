@@ -4,7 +4,7 @@
 // is exact, in any order and on any processor; the sums of the groups are scaled and added one after another in float32.
 // So a row has the same bits however many rows stand beside it, and whether tiles (AMX) multiply them or vectors.
 //
-// How weights lie in memory, and what they stand for, is in weights.h. `dequantized_linear` leaves the inputs as they are.
+// How weights lie in memory, and what they stand for, is in weights.h. Inputs may also stay as they are.
 
 #include "lanes.h"
 #include "parallel.h"
@@ -539,8 +539,9 @@ void slipstream::read_rows(const Weights& weights, const int64_t* features, int6
 namespace {
 
 // Inputs (..., width) -> (..., features). `whole`: the inputs become whole numbers.
-Tensor product(const Tensor& inputs, const Packed& packed, const std::optional<Tensor>& bias, int64_t features,
-               int64_t bits, bool whole) {
+Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros, std::optional<Tensor> steps,
+                        std::optional<Tensor> bias, int64_t features, int64_t bits, bool whole) {
+  const Packed packed{codes, scales, zeros, steps};
   const slipstream::Number number = number_of(inputs, "quantized_linear");
   packed.check(features, bits);
   STD_TORCH_CHECK(!bias || (bias->numel() == features && bias->scalar_type() == inputs.scalar_type()),
@@ -566,17 +567,6 @@ Tensor product(const Tensor& inputs, const Packed& packed, const std::optional<T
   return outputs;
 }
 
-Tensor quantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
-                        std::optional<Tensor> steps, std::optional<Tensor> bias, int64_t features, int64_t bits) {
-  return product(inputs, {codes, scales, zeros, steps}, bias, features, bits, true);
-}
-
-// The same with inputs that stay as they are.
-Tensor dequantized_linear(Tensor inputs, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
-                          std::optional<Tensor> steps, std::optional<Tensor> bias, int64_t features, int64_t bits) {
-  return product(inputs, {codes, scales, zeros, steps}, bias, features, bits, false);
-}
-
 // Rows of weights in float32: (n) numbers of features -> (n, width), as they are read from an embedding.
 Tensor quantized_rows(Tensor features, Tensor codes, Tensor scales, std::optional<Tensor> zeros,
                       std::optional<Tensor> steps, int64_t bits, int64_t width) {
@@ -598,15 +588,12 @@ Tensor quantized_rows(Tensor features, Tensor codes, Tensor scales, std::optiona
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
   m.def("quantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, Tensor? bias, "
-        "int features, int bits) -> Tensor");
-  m.def("dequantized_linear(Tensor inputs, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, Tensor? bias, "
-        "int features, int bits) -> Tensor");
+        "int features, int bits, bool whole) -> Tensor");
   m.def("quantized_rows(Tensor features, Tensor codes, Tensor scales, Tensor? zeros, Tensor? steps, int bits, int width) "
         "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
-  m.impl("dequantized_linear", TORCH_BOX(&dequantized_linear));
   m.impl("quantized_rows", TORCH_BOX(&quantized_rows));
 }

@@ -30,6 +30,11 @@ struct Given {
 
 float* floats(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
 
+// A tensor of the sizes of another one, in one piece.
+Tensor made_like(const Tensor& tensor) {
+  return torch::stable::new_empty(tensor, std::vector<int64_t>(tensor.sizes().begin(), tensor.sizes().end()));
+}
+
 void check_state(const Tensor& state) {
   STD_TORCH_CHECK(state.dim() == 4 && state.scalar_type() == ScalarType::Float && state.is_contiguous(),
                   "slipstream: a state is (rows, heads, ..., ...), float32 and contiguous");
@@ -134,39 +139,26 @@ void run(const DeltaRule& rule) {
   });
 }
 
-DeltaRule delta_rule(const Tensor& keys, const Tensor& values, const Tensor& decays, const Tensor& strengths,
-                     const Tensor& state) {
+// Queries and keys (rows, tokens, heads or fewer, size), values (rows, tokens, heads, width), log a_t and b_t (rows,
+// tokens, heads), and the state before them (rows, heads, size, width) -> outputs like values; without queries, the state
+// behind the tokens.
+Tensor gated_delta_rule(std::optional<Tensor> queries, Tensor keys, Tensor values, Tensor decays, Tensor strengths,
+                        Tensor state) {
   check_state(state);
   const int64_t heads = state.size(1);
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(3) == state.size(2) &&
                       values.size(3) == state.size(3) && values.size(2) == heads && keys.size(2) > 0 &&
                       heads % keys.size(2) == 0 && keys.size(1) == values.size(1) && keys.size(1) > 0,
                   "slipstream::gated_delta_rule: keys, values and the state do not fit");
-  return {Given(keys, 4), Given(values, 4), Given(decays, 3), Given(strengths, 3), nullptr, floats(state), nullptr,
-          nullptr, state.size(0), keys.size(1), heads, keys.size(2), state.size(2), state.size(3)};
-}
-
-// Queries and keys (rows, tokens, heads or fewer, size), values (rows, tokens, heads, width), log a_t and b_t (rows,
-// tokens, heads), and the state before them (rows, heads, size, width) -> outputs like values.
-Tensor gated_delta_rule(Tensor queries, Tensor keys, Tensor values, Tensor decays, Tensor strengths, Tensor state) {
-  DeltaRule rule = delta_rule(keys, values, decays, strengths, state);
-  const Given asked(queries, 4);
-  STD_TORCH_CHECK(queries.size(3) == keys.size(3) && queries.size(2) == keys.size(2) && queries.size(1) == keys.size(1),
+  const Given asked(queries ? *queries : keys, 4);
+  STD_TORCH_CHECK(!queries || (queries->size(3) == keys.size(3) && queries->size(2) == keys.size(2) &&
+                               queries->size(1) == keys.size(1)),
                   "slipstream::gated_delta_rule: queries and keys do not fit");
-  Tensor outputs = torch::stable::new_empty(values, std::vector<int64_t>{rule.rows, rule.tokens, rule.heads, rule.width});
-  rule.queries = &asked;
-  rule.outputs = floats(outputs);
-  run(rule);
-  return outputs;
-}
-
-// The state behind tokens, given as `gated_delta_rule` takes them.
-Tensor gated_delta_state(Tensor keys, Tensor values, Tensor decays, Tensor strengths, Tensor state) {
-  DeltaRule rule = delta_rule(keys, values, decays, strengths, state);
-  Tensor end = torch::stable::new_empty(state, std::vector<int64_t>(state.sizes().begin(), state.sizes().end()));
-  rule.end = floats(end);
-  run(rule);
-  return end;
+  Tensor found = made_like(queries ? values : state);
+  run(DeltaRule{Given(keys, 4), Given(values, 4), Given(decays, 3), Given(strengths, 3), queries ? &asked : nullptr,
+                floats(state), queries ? floats(found) : nullptr, queries ? nullptr : floats(found), state.size(0),
+                keys.size(1), heads, keys.size(2), state.size(2), state.size(3)});
+  return found;
 }
 
 // ---- state spaces ---------------------------------------------------------------------------------------------------
@@ -231,42 +223,27 @@ void run(const StateSpace& space) {
   });
 }
 
-StateSpace space_of(const Tensor& inputs, const Tensor& steps, const Tensor& decays, const Tensor& into,
-                    const Tensor& state) {
+// Inputs x (rows, tokens, heads, width), d_t and d_t A (rows, tokens, heads), B and C (rows, tokens, heads or fewer, size), D
+// (heads,) and the state before them (rows, heads, width, size) -> outputs like inputs; without C, the state behind the
+// tokens.
+Tensor state_space(Tensor inputs, Tensor steps, Tensor decays, Tensor into, std::optional<Tensor> out_of,
+                   std::optional<Tensor> skip, Tensor state) {
   check_state(state);
   const int64_t heads = state.size(1);
   STD_TORCH_CHECK(inputs.dim() == 4 && into.dim() == 4 && inputs.size(2) == heads && inputs.size(3) == state.size(2) &&
                       into.size(3) == state.size(3) && into.size(2) > 0 && heads % into.size(2) == 0 &&
                       inputs.size(1) == into.size(1),
                   "slipstream::state_space: inputs and the state do not fit");
-  return {Given(inputs, 4), Given(steps, 3), Given(decays, 3), Given(into, 4), nullptr, nullptr, floats(state), nullptr,
-          nullptr, state.size(0), inputs.size(1), heads, into.size(2), state.size(2), state.size(3)};
-}
-
-// Inputs x (rows, tokens, heads, width), d_t and d_t A (rows, tokens, heads), B and C (rows, tokens, heads or fewer, size), D
-// (heads,) and the state before them (rows, heads, width, size) -> outputs like inputs.
-Tensor state_space(Tensor inputs, Tensor steps, Tensor decays, Tensor into, Tensor out_of, std::optional<Tensor> skip,
-                   Tensor state) {
-  StateSpace space = space_of(inputs, steps, decays, into, state);
-  const Given asked(out_of, 4);
-  STD_TORCH_CHECK(out_of.size(3) == into.size(3) && out_of.size(2) == into.size(2) &&
+  const Given asked(out_of ? *out_of : into, 4);
+  STD_TORCH_CHECK((!out_of || (out_of->size(3) == into.size(3) && out_of->size(2) == into.size(2))) &&
                       (!skip || (skip->is_contiguous() && skip->scalar_type() == ScalarType::Float)),
                   "slipstream::state_space: what goes out does not fit what goes in");
-  Tensor outputs = torch::stable::new_empty(inputs, std::vector<int64_t>{space.rows, space.tokens, space.heads, space.width});
-  space.out_of = &asked;
-  space.skip = skip ? floats(*skip) : nullptr;
-  space.outputs = floats(outputs);
-  run(space);
-  return outputs;
-}
-
-// The state behind tokens, given as `state_space` takes them.
-Tensor state_space_state(Tensor inputs, Tensor steps, Tensor decays, Tensor into, Tensor state) {
-  StateSpace space = space_of(inputs, steps, decays, into, state);
-  Tensor end = torch::stable::new_empty(state, std::vector<int64_t>(state.sizes().begin(), state.sizes().end()));
-  space.end = floats(end);
-  run(space);
-  return end;
+  Tensor found = made_like(out_of ? inputs : state);
+  run(StateSpace{Given(inputs, 4), Given(steps, 3), Given(decays, 3), Given(into, 4), out_of ? &asked : nullptr,
+                 skip ? floats(*skip) : nullptr, floats(state), out_of ? floats(found) : nullptr,
+                 out_of ? nullptr : floats(found), state.size(0), inputs.size(1), heads, into.size(2), state.size(2),
+                 state.size(3)});
+  return found;
 }
 
 // ---- short convolutions ---------------------------------------------------------------------------------------------
@@ -333,31 +310,23 @@ Tensor short_convolution(Tensor inputs, Tensor weight, std::optional<Tensor> bia
                   "slipstream::short_convolution: inputs and weight do not fit");
   const int64_t places = inputs.size(2) - weight.size(1) + 1;
   Tensor outputs = torch::stable::new_empty(inputs, std::vector<int64_t>{inputs.size(0), places, inputs.size(1)});
-  if (inputs.scalar_type() == ScalarType::BFloat16)
-    convolve<BFloat16>(inputs, weight, bias, outputs);
-  else if (inputs.scalar_type() == ScalarType::Float)
-    convolve<Float32>(inputs, weight, bias, outputs);
-  else
-    STD_TORCH_CHECK(false, "slipstream::short_convolution: float32 or bfloat16");
+  with_type(number_of(inputs, "short_convolution"),
+            [&](auto type) { convolve<decltype(type)>(inputs, weight, bias, outputs); });
   return outputs;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slipstream, m) {
-  m.def("gated_delta_rule(Tensor queries, Tensor keys, Tensor values, Tensor decays, Tensor strengths, Tensor state) "
+  m.def("gated_delta_rule(Tensor? queries, Tensor keys, Tensor values, Tensor decays, Tensor strengths, Tensor state) "
         "-> Tensor");
-  m.def("gated_delta_state(Tensor keys, Tensor values, Tensor decays, Tensor strengths, Tensor state) -> Tensor");
-  m.def("state_space(Tensor inputs, Tensor steps, Tensor decays, Tensor into, Tensor out_of, Tensor? skip, "
+  m.def("state_space(Tensor inputs, Tensor steps, Tensor decays, Tensor into, Tensor? out_of, Tensor? skip, "
         "Tensor state) -> Tensor");
-  m.def("state_space_state(Tensor inputs, Tensor steps, Tensor decays, Tensor into, Tensor state) -> Tensor");
   m.def("short_convolution(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slipstream, CPU, m) {
   m.impl("gated_delta_rule", TORCH_BOX(&gated_delta_rule));
-  m.impl("gated_delta_state", TORCH_BOX(&gated_delta_state));
   m.impl("state_space", TORCH_BOX(&state_space));
-  m.impl("state_space_state", TORCH_BOX(&state_space_state));
   m.impl("short_convolution", TORCH_BOX(&short_convolution));
 }

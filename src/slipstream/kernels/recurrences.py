@@ -12,40 +12,40 @@ FEW = 64  # the most tokens for which one after the other is faster than chunks,
 
 
 def gated_delta_rule(
-    queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor
+    queries: Tensor | None, keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor
 ) -> Tensor:
     """Compute the gated delta rule (equation 10 of arXiv 2412.06464), over queries and keys of length 1.
 
     Queries and keys (rows, n, heads or fewer, size), values (rows, n, heads, width), log decays and strengths (rows, n,
-    heads), and the state before them (rows, heads, size, width), all in float32 -> outputs (rows, n, heads, width).
-    Queries and keys are normalized to length 1 here, and outputs divided by the square root of the size.
+    heads), and the state before them (rows, heads, size, width), all in float32 -> outputs (rows, n, heads, width);
+    without queries, the state after the tokens. Queries and keys are normalized to length 1 here, and outputs divided
+    by the square root of the size.
     """
+    asked = None if queries is None else _dense(queries)
     return torch.ops.slipstream.gated_delta_rule(
-        _dense(queries), _dense(keys), _dense(values), decays, strengths, state.contiguous()
+        asked, _dense(keys), _dense(values), decays, strengths, state.contiguous()
     )
 
 
-def gated_delta_state(keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor, state: Tensor) -> Tensor:
-    """Return the state (rows, heads, size, width) after the tokens, with arguments as for `gated_delta_rule`."""
-    return torch.ops.slipstream.gated_delta_state(_dense(keys), _dense(values), decays, strengths, state.contiguous())
-
-
 def state_space(
-    inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, out_of: Tensor, skip: Tensor | None, state: Tensor
+    inputs: Tensor,
+    steps: Tensor,
+    decays: Tensor,
+    into: Tensor,
+    out_of: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
 ) -> Tensor:
     """Compute the recurrence of Mamba-2 (arXiv 2405.21060).
 
     Inputs x (rows, n, heads, width), steps d and d A (rows, n, heads), B and C (rows, n, heads or fewer, size), D
-    (heads,), and the state before them (rows, heads, width, size), all in float32 -> outputs (rows, n, heads, width).
+    (heads,), and the state before them (rows, heads, width, size), all in float32 -> outputs (rows, n, heads, width);
+    without C, the state after the tokens.
     """
+    asked = None if out_of is None else _dense(out_of)
     return torch.ops.slipstream.state_space(
-        _dense(inputs), steps, decays, _dense(into), _dense(out_of), skip, state.contiguous()
+        _dense(inputs), steps, decays, _dense(into), asked, skip, state.contiguous()
     )
-
-
-def state_space_state(inputs: Tensor, steps: Tensor, decays: Tensor, into: Tensor, state: Tensor) -> Tensor:
-    """Return the state (rows, heads, width, size) after the tokens, with arguments as for `state_space`."""
-    return torch.ops.slipstream.state_space_state(_dense(inputs), steps, decays, _dense(into), state.contiguous())
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,8 +80,8 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     whole, taps = state[None, None], left.T
     return [
         (gated_delta_rule(tokens, tokens, values, decays, strengths, whole)[0, :, 0], torch.stack(delta)),
-        (gated_delta_state(tokens, values, decays, strengths, whole)[0, 0], before),
+        (gated_delta_rule(None, tokens, values, decays, strengths, whole)[0, 0], before),
         (state_space(tokens, strengths, decays, values, values, torch.ones(1), whole)[0, :, 0], torch.stack(space)),
-        (state_space_state(tokens, strengths, decays, values, whole)[0, 0], summed),
+        (state_space(tokens, strengths, decays, values, None, None, whole)[0, 0], summed),
         (short_convolution(state[None], taps, None)[0], state[:, :-1] * taps[:, :1] + state[:, 1:] * taps[:, 1:]),
     ]

@@ -22,14 +22,7 @@ from torch.nn.functional import silu, softplus
 
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import STEP
-from slipstream.kernels.recurrences import (
-    FEW,
-    gated_delta_rule,
-    gated_delta_state,
-    short_convolution,
-    state_space,
-    state_space_state,
-)
+from slipstream.kernels.recurrences import FEW, gated_delta_rule, short_convolution, state_space
 
 Read = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -72,7 +65,7 @@ class GatedDeltaRule:
         start = self.start[row : row + 1]
         keys, values, decays, strengths = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
-            return gated_delta_state(keys, values, decays, strengths, start)
+            return gated_delta_rule(None, keys, values, decays, strengths, start)
         keys = keys.repeat_interleave(values.shape[2] // keys.shape[2], 2)
         keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + 1e-6)
         keys, values, decays, strengths = (each[0].transpose(0, 1) for each in (keys, values, decays, strengths))
@@ -128,7 +121,7 @@ class StateSpace:
         start = self.start[row : row + 1]
         inputs, steps, decays, into = (each[row : row + 1, :count] for each in self.read())
         if by_kernel(start, count):
-            return state_space_state(inputs, steps, decays, into, start)
+            return state_space(inputs, steps, decays, into, None, None, start)
         into = into.repeat_interleave(inputs.shape[2] // into.shape[2], 2)
         total = decays.cumsum(1)  # (1, count, heads)
         left = ((total[:, -1:] - total).exp() * steps)[..., None]
