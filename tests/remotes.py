@@ -71,7 +71,7 @@ class Liar:
     def ask(self, generation: int, frames: Sequence[Frame], sequence: int) -> Frame | Missed:
         self.tell(generation, frames[:-1])
         sent = list[DraftRow]()
-        for ask in read_ask(frames[-1], IDS)[0]:
+        for ask in read_ask(over_the_wire(frames[-1]), IDS)[0]:
             text = self.texts[ask.row] = [*self.texts[ask.row][: ask.keep], *ask.tail]
             said = self.policy(text, ask)
             if said is None:
@@ -80,7 +80,7 @@ class Liar:
         return over_the_wire(draft_frame(sequence, sent))
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        for frame in frames:
+        for frame in map(over_the_wire, frames):
             if frame.kind == FrameType.OPEN:
                 self.texts[frame.number("row")] = list(OpenRow.read(frame, IDS).text)
 
@@ -211,7 +211,10 @@ def changed(data: bytes, change: Callable[[Frame], Frame]) -> bytes:
     return encode(change(frame))
 
 
-def with_array(frame: Frame, place: int, values: Any) -> Frame:
-    arrays = list(frame.arrays)
-    arrays[place] = values(arrays[place].copy())
-    return replace(frame, arrays=arrays)
+def each_draft(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """The answer with some fields of every draft changed."""
+
+    def spoil(frame: Frame) -> Frame:
+        return replace(frame, values={"drafts": [{**each, **change(each)} for each in frame.values["drafts"]]})
+
+    return changed(data, spoil)

@@ -8,8 +8,8 @@ import gc
 import io
 import json
 import logging
+import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from remotes import Fault, Wire, changed, connected, serving, with_array
+from remotes import Fault, Wire, changed, connected, each_draft, serving
 from slipstream.core.request import Row
 from slipstream.core.stats import Stats
 from slipstream.decoding.controllers import Fixed
@@ -100,20 +99,17 @@ def head(data: bytes, **other: Any) -> bytes:
     return HEAD.pack(*(values[name] for name in names)) + data[HEAD.size :]
 
 
-def body(data: bytes, text: bytes, rest: bytes = b"") -> bytes:
-    content = struct.pack("!I", len(text)) + text + rest
+def body(data: bytes, content: bytes) -> bytes:
     return head(data[: HEAD.size], length=len(content)) + content
 
 
-def tokens(change: Callable[[Any], Any]) -> Fault:
-    return lambda wire, data: changed(data, lambda frame: with_array(frame, 0, change))
+def tokens(change: Callable[[int], Any], times: int = 1) -> Fault:
+    """Other tokens."""
+    return lambda wire, data: each_draft(data, lambda draft: {"tokens": times * list(map(change, draft["tokens"]))})
 
 
-def values(**change: Callable[[Any], Any]) -> Fault:
-    def spoil(frame: Frame) -> Frame:
-        return replace(frame, values={**frame.values, **{name: to(frame.values[name]) for name, to in change.items()}})
-
-    return lambda wire, data: changed(data, spoil)
+def rows(change: Callable[[int], int]) -> Fault:
+    return lambda wire, data: each_draft(data, lambda draft: {"row": change(draft["row"])})
 
 
 def held_back(wire: Wire, data: bytes) -> bytes:
@@ -143,10 +139,10 @@ def half(wire: Wire, data: bytes) -> bytes:
 
 def once_wrong(wire: Wire, data: bytes) -> bytes:
     """One answer is for other rows, the others are as they should be."""
-    return values(row=lambda rows: [row + 1 for row in rows])(wire, data) if wire.spoilt % 2 else data  # type: ignore[return-value]
+    return rows(lambda row: row + 1)(wire, data) if wire.spoilt % 2 else data
 
 
-DEEP = b'{"values":' + b"[" * 100_000 + b"]" * 100_000 + b',"arrays":[]}'
+DEEP = b'{"drafts":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 FAULTS: dict[str, tuple[Fault, str]] = {
     "truncated": (lambda wire, data: head(data, length=HEAD.unpack(data[: HEAD.size])[-1] - 3), "disconnected"),
@@ -161,27 +157,17 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "no JSON": (lambda wire, data: body(data, b"\xff{]"), "disconnected"),
     "other JSON": (lambda wire, data: body(data, b"[1,2]"), "disconnected"),
     "deep JSON": (lambda wire, data: body(data, DEEP), "disconnected"),
-    "arrays too short": (lambda wire, data: body(data, b'{"values":{},"arrays":[["i",9]]}', b"12"), "disconnected"),
-    "bytes left over": (lambda wire, data: body(data, b'{"values":{},"arrays":[]}', b"12"), "disconnected"),
-    "negative array": (lambda wire, data: body(data, b'{"values":{},"arrays":[["i",-1]]}'), "disconnected"),
-    "ids too large": (tokens(lambda ids: ids + 1000), "refused"),
-    "ids negative": (tokens(lambda ids: ids - 1000), "refused"),
-    "rows missing": (values(row=lambda rows: rows[:-1], length=lambda lengths: lengths[:-1]), "refused"),
-    "another row": (values(row=lambda rows: [row + 1 for row in rows]), "refused"),
+    "bytes left over": (lambda wire, data: body(data, b"{}12"), "disconnected"),
+    "nothing in it": (lambda wire, data: body(data, b"{}"), "refused"),
+    "no objects": (lambda wire, data: body(data, b'{"drafts":[1,2]}'), "refused"),
+    "ids too large": (tokens(lambda token: token + 1000), "refused"),
+    "ids negative": (tokens(lambda token: token - 1000), "refused"),
+    "texts for ids": (tokens(str), "refused"),
+    "truth for ids": (tokens(bool), "refused"),
+    "rows missing": (lambda wire, data: body(data, b'{"drafts":[]}'), "refused"),
+    "another row": (rows(lambda row: row + 1), "refused"),
     "another row at times": (once_wrong, "refused"),
-    "negative lengths": (values(length=lambda lengths: [-each for each in lengths]), "refused"),
-    "texts for lengths": (values(length=lambda lengths: ["3"] * len(lengths)), "refused"),
-    "more than was asked": (
-        lambda wire, data: changed(
-            data,
-            lambda frame: with_array(
-                replace(frame, values={**frame.values, "length": [40 * n for n in frame.values["length"]]}),
-                0,
-                lambda ids: np.repeat(ids, 40),
-            ),
-        ),
-        "refused",
-    ),
+    "more than was asked": (tokens(int, 40), "refused"),
     "refusals": (
         lambda wire, data: encode(Frame(FrameType.REFUSAL, HEAD.unpack(data[:16])[3], {"reason": "no"})),
         "refused",
@@ -214,7 +200,7 @@ def test_control_an_answer_that_is_whole_is_used(fault: Fault) -> None:
 
 def test_wrong_ids_that_are_possible_are_only_refused_by_the_target() -> None:
     """A server may say what it likes: texts stay, and what it drafts is counted as drafted."""
-    with behind(tokens(lambda ids: (ids + 1) % VOCAB), timeout=2.0) as (remote, _):
+    with behind(tokens(lambda token: (token + 1) % VOCAB), timeout=2.0) as (remote, _):
         counted = check_texts(remote)
     assert not counted.undrafted and not counted.accepted and counted.drafted
 
@@ -222,44 +208,43 @@ def test_wrong_ids_that_are_possible_are_only_refused_by_the_target() -> None:
 # ---- laws -------------------------------------------------------------------------------------------------------
 
 
-def law(change: Callable[[Any], Any], place: int = 4) -> Fault:
-    """Other weights (4), ids (3) or sizes (2) of laws."""
-    return lambda wire, data: changed(data, lambda frame: with_array(frame, place, change))
+def laws(**change: Callable[[list[Any]], list[Any]]) -> Fault:
+    """Other ids or weights of laws."""
+
+    def spoil(draft: dict[str, Any]) -> dict[str, Any]:
+        return {"laws": [{**law, **{name: to(law[name]) for name, to in change.items()}} for law in draft["laws"]]}
+
+    return lambda wire, data: each_draft(data, spoil)
 
 
-def not_drawn(wire: Wire, data: bytes) -> bytes:
-    """Tokens that are not those that the numbers draw."""
-    return changed(data, lambda frame: with_array(frame, 0, lambda ids: (ids + 1) % VOCAB))
+def weights(change: Callable[[float], Any]) -> Fault:
+    return laws(weights=lambda found: list(map(change, found)))
 
 
 def impossible(wire: Wire, data: bytes) -> bytes:
     """Laws that leave out the very token that was drafted."""
 
-    def spoil(frame: Frame) -> Frame:
-        count = len(frame.arrays[0])
-        ids = ((frame.arrays[0] + 1) % VOCAB).astype("<i4")
-        return replace(frame, arrays=[*frame.arrays[:2], np.ones(count, "<i4"), ids, np.ones(count, "<f4")])
+    def spoil(draft: dict[str, Any]) -> dict[str, Any]:
+        return {"laws": [{"ids": [(token + 1) % VOCAB], "weights": [1.0]} for token in draft["tokens"]]}
 
-    return changed(data, spoil)
+    return each_draft(data, spoil)
 
 
 LAWS: dict[str, Fault] = {
-    "sums to two": law(lambda weights: 2 * weights),
-    "negative": law(lambda weights: -weights),
-    "NaN": law(lambda weights: weights * np.float32("nan")),
-    "infinite": law(lambda weights: weights + np.float32("inf")),
-    "zeros": law(lambda weights: 0 * weights),
-    "ids not ascending": law(lambda ids: ids[::-1].copy(), 3),
-    "ids out of range": law(lambda ids: ids + 7, 3),
-    "token not drawn": not_drawn,
+    "sums to two": weights(lambda weight: 2 * weight),
+    "sums to a half": weights(lambda weight: weight / 2),
+    "negative": weights(lambda weight: -weight),
+    "NaN": lambda wire, data: body(data, re.sub(rb'"weights":.[^],]*', b'"weights":[NaN', data[HEAD.size :])),
+    "not a number": weights(lambda weight: None),
+    "zeros": weights(lambda weight: 0 * weight),
+    "ids not ascending": laws(ids=lambda ids: ids[::-1]),
+    "ids out of range": laws(ids=lambda ids: [each + 7 for each in ids]),
+    "token not drawn": tokens(lambda token: (token + 1) % VOCAB),
     "token of no weight": impossible,
-    "sizes do not fit": law(lambda sizes: sizes + 1, 2),
-    "left out": lambda wire, data: changed(
-        data,
-        lambda frame: replace(
-            frame, arrays=[frame.arrays[0], 0 * frame.arrays[1], *(each[:0] for each in frame.arrays[2:])]
-        ),
-    ),
+    "an id too many": laws(ids=lambda ids: [*ids, VOCAB - 1]),
+    "a weight too many": laws(weights=lambda found: [*found, 1e-9]),
+    "one too many": lambda wire, data: each_draft(data, lambda draft: {"laws": [*draft["laws"], *draft["laws"][:1]]}),
+    "left out": lambda wire, data: each_draft(data, lambda draft: {"laws": []}),
 }
 
 
@@ -305,7 +290,10 @@ def test_a_wrong_key_is_one_sentence_on_both_sides() -> None:
 
 def test_a_server_without_the_key_is_not_believed() -> None:
     """It lets the client in, but cannot answer the client's own number."""
-    forged: Fault = values(proof=lambda proof: "0" * len(proof))
+
+    def forged(wire: Wire, data: bytes) -> bytes:
+        return changed(data, lambda frame: replace(frame, values={**frame.values, "proof": 64 * "0"}))
+
     with serving(model(), VOCAB, key=b"k") as port, Wire(port, forged, (FrameType.WELCOME,)) as wire:
         assert "keys" in refusal(wire.port, key=b"k")
 
@@ -441,8 +429,8 @@ def test_an_answer_that_was_late_does_not_stand_for_the_next_one() -> None:
 def test_the_server_survives_what_clients_send() -> None:
     """Garbage, huge frames, questions about unknown rows: the one who sends them is sent away, the others go on."""
     with serving(model(), VOCAB) as port:
-        stranger = HEAD.pack(b"SLDR", 1, FrameType.PROOF, 0, LARGEST)  # no bytes are kept of who has not shown the key
-        for nonsense in (b"\0" * 64, bytes(range(256)), HEAD.pack(b"SLDR", 1, 4, 0, 9), stranger, b"SLDR", b""):
+        stranger = HEAD.pack(b"SLDR", 2, FrameType.PROOF, 0, LARGEST)  # no bytes are kept of who has not shown the key
+        for nonsense in (b"\0" * 64, bytes(range(256)), HEAD.pack(b"SLDR", 2, 4, 0, 9), stranger, b"SLDR", b""):
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(nonsense)
                 client.shutdown(socket.SHUT_WR)
@@ -452,7 +440,7 @@ def test_the_server_survives_what_clients_send() -> None:
         with connected(port, VOCAB, timeout=2.0) as remote:
             generation = remote.link.generation
             remote.link.tell(
-                generation, [Frame(FrameType.PROPOSE, 5, {"row": [1]}), Frame(FrameType.OPEN, 5, {"row": -1})]
+                generation, [Frame(FrameType.PROPOSE, 5, {"asks": [{"row": 1}]}), Frame(FrameType.OPEN, 5, {"row": -1})]
             )
             assert not check_texts(remote).undrafted
 

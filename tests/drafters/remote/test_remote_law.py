@@ -11,7 +11,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -197,7 +196,7 @@ def test_control_a_liar_breaks_the_law_where_it_is_trusted() -> None:
 
 def _law(weights: Sequence[float]) -> SentLaw:
     kept = [token for token, weight in enumerate(weights) if weight > 0]
-    return SentLaw(np.array(kept, "<i4"), np.array([weights[token] for token in kept], "<f4"))
+    return SentLaw(tuple(kept), tuple(weights[token] for token in kept))
 
 
 # ---- who knows the seed -----------------------------------------------------------------------------------------

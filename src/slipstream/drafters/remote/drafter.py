@@ -213,7 +213,7 @@ class RemoteDrafter(Drafter):
         for place, draft in drafts.items():
             for position, sent in enumerate(draft.laws):
                 probs[place, position] = 0
-                probs[place, position, torch.from_numpy(sent.ids.astype("int64"))] = torch.tensor(sent.weights)
+                probs[place, position, torch.tensor(sent.ids)] = torch.tensor(sent.weights)
         points = tuple(row.request.sampler.greedy for row in rows)
         law = Law(probs, tokens, None, points) if any(points) else Law(probs=probs)
         return Draft(tokens, law, lengths)

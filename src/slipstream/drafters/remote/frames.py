@@ -1,8 +1,7 @@
 """Frames: the messages between a draft server and its clients, with every size checked before anything is read.
 
-A frame is a head of 16 bytes (`HEAD`: magic, version, kind, sequence number, length of the body) and a body: the length
-of a JSON object, the object, and the bytes of the arrays that it announces, little-endian, without gaps. Invalid bytes
-raise `FrameError`, so that unchecked input never leaves this file.
+A frame is a head of 16 bytes (`HEAD`: magic, version, kind, sequence number, length of the body) and a body, a JSON
+object. Invalid bytes raise `FrameError`, and so do values of it that are not as they should be when they are read.
 """
 
 from __future__ import annotations
@@ -13,22 +12,18 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from slipstream.text.jsontext import json_text
 
-MAGIC, VERSION = b"SLDR", 1
+MAGIC, VERSION = b"SLDR", 2
 HEAD = struct.Struct("!4sHHII")  # magic, version, kind, sequence, length of the body
-SIZE = struct.Struct("!I")
 LARGEST = 16 << 20  # the size of the largest body, in bytes: enough for a text of some million tokens
-MOST_ARRAYS = 16
-CODES: dict[str, np.dtype[Any]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4"), "d": np.dtype("<f8")}
+LONGEST = 4096  # the most characters of a text
 
 
 class FrameError(ValueError):
@@ -52,12 +47,11 @@ class FrameType(IntEnum):
 
 @dataclass(frozen=True)
 class Frame:
-    """One message: its kind, a sequence number that the answer repeats, named values, and one-dimensional arrays."""
+    """One message: its kind, a sequence number that the answer repeats, and named values."""
 
     kind: FrameType
     sequence: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Sequence[np.ndarray] = ()
 
     def number(self, name: str, least: int = 0, most: int = 2**62) -> int:
         value = self.values.get(name)
@@ -65,37 +59,36 @@ class Frame:
             raise FrameError(f"{name} is no whole number from {least} to {most}")
         return value
 
-    def text(self, name: str, longest: int = 4096) -> str:
+    def text(self, name: str) -> str:
         value = self.values.get(name)
-        if not isinstance(value, str) or len(value) > longest:
-            raise FrameError(f"{name} is no text of at most {longest} characters")
+        if not isinstance(value, str) or len(value) > LONGEST:
+            raise FrameError(f"{name} is no text of at most {LONGEST} characters")
         return value
 
-    def numbers(self, name: str, longest: int = 4096) -> list[int]:
-        value = self.values.get(name)
-        if not isinstance(value, list) or len(value) > longest:
-            raise FrameError(f"{name} is no list of at most {longest} numbers")
-        if not all(type(each) is int and 0 <= each < 2**31 for each in value):
-            raise FrameError(f"{name} holds what is no number")
-        return value
+    def ids(self, name: str, vocab: int) -> tuple[int, ...]:
+        return self._each(name, lambda each: type(each) is int and 0 <= each < vocab, f"ids in 0..{vocab - 1}")
 
-    def array(self, place: int, code: str) -> np.ndarray:
-        if place >= len(self.arrays) or self.arrays[place].dtype != CODES[code]:
-            raise FrameError(f"array {place} is not there, or of another type")
-        return self.arrays[place]
+    def shares(self, name: str) -> tuple[float, ...]:
+        """Return numbers from 0 to 1."""
+        return self._each(name, lambda each: type(each) in (int, float) and 0 <= each <= 1, "numbers from 0 to 1")
 
+    def parts(self, name: str) -> list[Frame]:
+        """Return the objects of a list, each as a frame of its own."""
+        return [
+            Frame(self.kind, self.sequence, each)
+            for each in self._each(name, lambda each: isinstance(each, dict), "objects")
+        ]
 
-def array(code: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Convert numbers to an array for a frame; `code` is "i" (int32), "f" (float32) or "d" (float64)."""
-    return np.asarray(values, dtype=CODES[code])
+    def _each(self, name: str, right: Callable[[Any], bool], what: str) -> tuple[Any, ...]:
+        found = self.values.get(name)
+        if not isinstance(found, list | tuple) or not all(map(right, found)):
+            raise FrameError(f"{name} is no list of {what}")
+        return tuple(found)
 
 
 def encode(frame: Frame) -> bytes:
     """Encode a frame as bytes. Raises FrameError for a body above `LARGEST` bytes."""
-    codes = {dtype: code for code, dtype in CODES.items()}
-    announced = [[codes[each.dtype], len(each)] for each in frame.arrays]
-    text = json_text({"values": dict(frame.values), "arrays": announced}, separators=(",", ":")).encode()
-    body = b"".join([SIZE.pack(len(text)), text, *(each.tobytes() for each in frame.arrays)])
+    body = json_text(dict(frame.values), separators=(",", ":")).encode()
     if len(body) > LARGEST:
         raise FrameError(f"a frame of {len(body)} bytes is too large: {LARGEST} are allowed")
     return HEAD.pack(MAGIC, VERSION, frame.kind, frame.sequence & 0xFFFFFFFF, len(body)) + body
@@ -119,34 +112,13 @@ def decode_head(data: bytes) -> tuple[FrameType, int, int]:
 
 def decode_body(kind: FrameType, sequence: int, body: bytes) -> Frame:
     """Decode the body of a frame, whose head gave kind and sequence number. Raises FrameError for an invalid body."""
-    if len(body) < SIZE.size:
-        raise FrameError("the body of a frame is cut off")
-    (size,) = SIZE.unpack_from(body)
-    if size > len(body) - SIZE.size:
-        raise FrameError("the body of a frame is cut off")
     try:
-        content = json.loads(body[SIZE.size : SIZE.size + size])
+        values = json.loads(body)
     except (ValueError, RecursionError):
         raise FrameError("a frame holds no JSON") from None
-    values, announced = (content.get(name) if isinstance(content, dict) else None for name in ("values", "arrays"))
-    if not isinstance(values, dict) or not isinstance(announced, list):
+    if not isinstance(values, dict):
         raise FrameError("a frame holds other JSON than it should")
-    data = memoryview(body)[SIZE.size + size :]
-    arrays = list[np.ndarray]()
-    if len(announced) > MOST_ARRAYS:
-        raise FrameError(f"a frame has {len(announced)} arrays: {MOST_ARRAYS} are allowed")
-    for entry in announced:
-        fits = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int
-        if not fits or entry[0] not in CODES or not 0 <= entry[1] <= LARGEST:
-            raise FrameError("a frame announces an array of an impossible type or size")
-        dtype, count = CODES[entry[0]], entry[1]
-        if dtype.itemsize * count > len(data):
-            raise FrameError("an array is cut off")
-        arrays.append(np.frombuffer(data[: dtype.itemsize * count], dtype))
-        data = data[dtype.itemsize * count :]
-    if len(data):
-        raise FrameError("a frame is longer than what it announces")
-    return Frame(kind, sequence, values, arrays)
+    return Frame(kind, sequence, values)
 
 
 KEY_VARIABLE = "SLIPSTREAM_DRAFT_KEY"

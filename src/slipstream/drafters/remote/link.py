@@ -312,7 +312,7 @@ class _Task:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         hello = await read_frame(reader, GREETING)
-        nonces = [hello.text("nonce", 64), nonce()]
+        nonces = [hello.text("nonce"), nonce()]
         writer.write(encode(vouch(FrameType.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
         welcome = await read_frame(reader, GREETING)
         if welcome.kind == FrameType.REFUSAL:

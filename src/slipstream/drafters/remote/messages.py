@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from slipstream.core.draws import inverse
@@ -16,10 +16,10 @@ from slipstream.core.options import SHAPES
 from slipstream.core.request import Sampler
 from slipstream.core.values import is_finite
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.remote.frames import Frame, FrameError, FrameType, array
+from slipstream.drafters.remote.frames import Frame, FrameError, FrameType
 
 MOST_GAMMA, MOST_CANDIDATES = 256, 4096
-SUM_TOLERANCE = 1e-4  # the greatest deviation from one of the sum of a law that was sent, whose weights are float32
+SUM_TOLERANCE = 1e-4  # the greatest deviation from one of the sum of a law that was sent, whose weights are rounded
 
 
 class DraftMode(StrEnum):
@@ -53,17 +53,11 @@ class OpenRow:
     top: int = 64
 
     def frame(self) -> Frame:
-        values = {name: getattr(self, name) for name in ("row", "mode", "prompt", "seed", "key", "top")}
-        return Frame(
-            FrameType.OPEN,
-            0,
-            {**values, "sampling": dict(self.sampling)},
-            [array("i", self.text), array("i", self.source)],
-        )
+        return Frame(FrameType.OPEN, 0, vars(self))
 
     @staticmethod
     def read(frame: Frame, vocab: int) -> OpenRow:
-        text, source = (tuple(_ids(frame.array(place, "i"), vocab)) for place in (0, 1))
+        text, source = (frame.ids(name, vocab) for name in ("text", "source"))
         sampling = frame.values.get("sampling")
         if not text or not isinstance(sampling, dict):
             raise FrameError("a row has no text, or no settings")
@@ -122,60 +116,68 @@ class AskRow:
 
 def ask_frame(sequence: int, asks: Sequence[AskRow], ahead: bool) -> Frame:
     """Return the requests of a batch of rows as a frame; `ahead`: draft on afterwards as if all were accepted."""
-    lists = {name: [getattr(ask, name) for ask in asks] for name in ("row", "keep", "gamma")}
-    parts = [("i", "tail"), ("d", "numbers"), ("d", "later")]
-    counts = [array("i", [len(getattr(ask, name)) for ask in asks]) for _, name in parts]
-    flat = [array(code, [each for ask in asks for each in getattr(ask, name)]) for code, name in parts]
-    return Frame(FrameType.PROPOSE, sequence, {**lists, "ahead": int(ahead)}, [*counts, *flat])
+    return Frame(FrameType.PROPOSE, sequence, {"asks": list(map(vars, asks)), "ahead": int(ahead)})
 
 
 def read_ask(frame: Frame, vocab: int) -> tuple[list[AskRow], bool]:
-    rows, keeps, gammas = (frame.numbers(name) for name in ("row", "keep", "gamma"))
-    if not len(rows) == len(keeps) == len(gammas) == len(set(rows)) or max(gammas, default=0) > MOST_GAMMA:
-        raise FrameError("what is asked for does not fit together")
-    tails, numbers, later = (
-        _split(frame.array(place + 3, code), frame.array(place, "i"), len(rows)) for place, code in enumerate("idd")
-    )
-    for each in (*numbers, *later):
-        if not all(0 <= number < 1 for number in each):
-            raise FrameError("numbers to draw with lie outside [0, 1)")
-    for tail in tails:
-        _ids(np.array(tail, dtype=np.int64), vocab)
-    asks = [AskRow(*each) for each in zip(rows, keeps, tails, gammas, numbers, later, strict=True)]
+    asks = [
+        AskRow(
+            part.number("row"),
+            part.number("keep"),
+            part.ids("tail", vocab),
+            part.number("gamma", 0, MOST_GAMMA),
+            part.shares("numbers"),
+            part.shares("later"),
+        )
+        for part in frame.parts("asks")
+    ]
+    if len({ask.row for ask in asks}) < len(asks):
+        raise FrameError("a row is asked for twice")
+    if any(number == 1 for ask in asks for number in (*ask.numbers, *ask.later)):
+        raise FrameError("numbers to draw with lie outside [0, 1)")
     return asks, bool(frame.number("ahead", 0, 1))
 
 
 @dataclass(frozen=True)
 class SentLaw:
-    """A law cut to its most probable tokens, from which tokens are really drawn: `ids` ascending, `weights` float32,
-    summing to one."""
+    """A law cut to its most probable tokens, from which tokens are really drawn: `ids` ascending, `weights` that sum to
+    one."""
 
-    ids: np.ndarray
-    weights: np.ndarray
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
 
     @staticmethod
     def cut(probs: torch.Tensor, top: int) -> SentLaw:
-        """Cut weights (vocab,) to the `top` most probable tokens, renormalised in float64."""
+        """Cut weights (vocab,) to the `top` most probable tokens, renormalised, with as many digits as are sent."""
         wide = probs.detach().cpu().double()
         best = wide.topk(min(top, len(wide)))
-        order = best.indices.sort()
-        weights = best.values[order.indices]
-        kept = weights > 0
-        total = weights[kept] / weights[kept].sum()
-        return SentLaw(array("i", order.values[kept].numpy()), array("f", total.numpy()))
+        shares = zip(best.indices.tolist(), (best.values / best.values.sum()).tolist(), strict=True)
+        ids, weights = zip(*sorted((token, sent) for token, share in shares if (sent := round(share, 9))), strict=True)
+        return SentLaw(ids, weights)
 
     @staticmethod
     def point(token: int) -> SentLaw:
-        return SentLaw(array("i", [token]), array("f", [1.0]))
+        return SentLaw((token,), (1.0,))
+
+    @staticmethod
+    def read(frame: Frame, vocab: int) -> SentLaw:
+        law = SentLaw(frame.ids("ids", vocab), frame.shares("weights"))
+        if not law.ids or not all(one < other for one, other in pairwise(law.ids)):
+            raise FrameError("the ids of a distribution do not ascend")
+        if len(law.ids) != len(law.weights) or not min(law.weights) > 0:
+            raise FrameError("a distribution has weights that are not above 0, or not one for each id")
+        if abs(math.fsum(law.weights) - 1) > SUM_TOLERANCE:
+            raise FrameError("the weights of a distribution do not sum to one")
+        return law
 
     def draw(self, number: float) -> int:
         """Return the token at which the cumulative weights pass a number in [0, 1)."""
-        weights = torch.from_numpy(self.weights.copy())[None, None]
-        return int(self.ids[int(inverse(weights, torch.tensor([[number]], dtype=torch.float64)))])
+        weights = torch.tensor(self.weights)[None, None]
+        return self.ids[int(inverse(weights, torch.tensor([[number]], dtype=torch.float64)))]
 
     @property
     def best(self) -> int:
-        return int(self.ids[int(self.weights.argmax())])
+        return self.ids[self.weights.index(max(self.weights))]
 
 
 @dataclass(frozen=True)
@@ -188,56 +190,15 @@ class DraftRow:
 
 
 def draft_frame(sequence: int, drafts: Sequence[DraftRow]) -> Frame:
-    laws = [law for draft in drafts for law in draft.laws]
-    values = {"row": [draft.row for draft in drafts], "length": [len(draft.tokens) for draft in drafts]}
-    ids, weights = ([getattr(law, name) for law in laws] for name in ("ids", "weights"))
-    arrays = [
-        array("i", [token for draft in drafts for token in draft.tokens]),
-        array("i", [len(draft.laws) for draft in drafts]),
-        array("i", [len(law.ids) for law in laws]),
-        np.concatenate([array("i", []), *ids]).astype("<i4"),
-        np.concatenate([array("f", []), *weights]).astype("<f4"),
-    ]
-    return Frame(FrameType.DRAFT, sequence, values, arrays)
+    sent = [{**vars(draft), "laws": list(map(vars, draft.laws))} for draft in drafts]
+    return Frame(FrameType.DRAFT, sequence, {"drafts": sent})
 
 
 def read_drafts(frame: Frame, vocab: int) -> list[DraftRow]:
-    rows, lengths = frame.numbers("row"), frame.numbers("length")
-    if len(rows) != len(lengths):
-        raise FrameError("drafts do not fit together")
-    tokens = _split(frame.array(0, "i"), np.array(lengths), len(rows))
-    per_row, sizes = frame.array(1, "i"), frame.array(2, "i")
-    ids, weights = (_split(frame.array(place, code), sizes, len(sizes)) for place, code in ((3, "i"), (4, "f")))
-    laws = [SentLaw(array("i", i), array("f", w)) for i, w in zip(ids, weights, strict=True)]
-    for law in laws:
-        if not len(law.ids) or not (np.diff(law.ids) > 0).all():
-            raise FrameError("the ids of a distribution do not ascend")
-        _ids(law.ids, vocab)
-        if not (np.isfinite(law.weights).all() and (law.weights > 0).all()):
-            raise FrameError("a distribution has weights that are not above 0")
-        if abs(math.fsum(law.weights.tolist()) - 1) > SUM_TOLERANCE:
-            raise FrameError("the weights of a distribution do not sum to one")
-    drafts, start = list[DraftRow](), 0
-    if len(per_row) != len(rows) or int(per_row.sum()) != len(laws) or (per_row < 0).any():
-        raise FrameError("distributions do not fit their tokens")
-    for row, drafted, count in zip(rows, tokens, per_row.tolist(), strict=True):
-        _ids(np.array(drafted, dtype=np.int64), vocab)
-        if count not in (0, len(drafted)):
+    drafts = list[DraftRow]()
+    for part in frame.parts("drafts"):
+        laws = tuple(SentLaw.read(each, vocab) for each in part.parts("laws"))
+        drafts.append(DraftRow(part.number("row"), part.ids("tokens", vocab), laws))
+        if len(laws) not in (0, len(drafts[-1].tokens)):
             raise FrameError("distributions do not fit their tokens")
-        drafts.append(DraftRow(row, drafted, tuple(laws[start : start + count])))
-        start += count
     return drafts
-
-
-def _ids(values: np.ndarray, vocab: int) -> list[int]:
-    if len(values) and not (int(values.min()) >= 0 and int(values.max()) < vocab):
-        raise FrameError(f"token ids lie outside 0..{vocab - 1}")
-    return values.tolist()
-
-
-def _split(flat: np.ndarray, counts: np.ndarray, rows: int) -> list[tuple[Any, ...]]:
-    if len(counts) != rows or (rows and int(counts.min()) < 0) or int(counts.sum()) != len(flat):
-        raise FrameError("the lengths of a frame do not add up")
-    ends = counts.cumsum().tolist()
-    values = flat.tolist()
-    return [tuple(values[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -315,7 +315,7 @@ class DraftServer:
         answer = await read_frame(reader, GREETING)
         if answer.kind != FrameType.PROOF:
             raise FrameError("a client begins with a proof that it has the key")
-        nonces = [hello, answer.text("nonce", 64)]
+        nonces = [hello, answer.text("nonce")]
         proven(answer, key, "client", nonces)
         welcome = vouch(FrameType.WELCOME, key, "server", nonces, ours)
         writer.write(encode(replace(welcome, values={**welcome.values, "name": self.settings.name[:200]})))
