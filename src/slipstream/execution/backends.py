@@ -122,5 +122,5 @@ def draft_graphs(
 ) -> DraftGraphs:
     """Return the graphs by which a network on a device drafts; see `DraftGraphs`."""
     if captures(device):
-        return CapturedDrafts(network, name, tuple(sizes), most_fed, progress)
-    return DraftGraphs(network, name, (), max(most_fed, 16), progress)  # a program of one step is entered fast enough
+        return CapturedDrafts(network, name, most_fed, progress, sizes=tuple(sizes))
+    return DraftGraphs(network, name, max(most_fed, 16), progress)  # a program of one step is entered fast enough

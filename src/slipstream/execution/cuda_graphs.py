@@ -169,7 +169,8 @@ class CapturedDrafts(DraftGraphs):
     """
 
     least = BUCKET
-    single_apart = True
+    whole = True
+    sizes: tuple[int, ...] = ()
     _captured: Graphs = field(default_factory=Graphs)
     _unread: Tensor | None = None  # the greatest logits of the last draft
 
@@ -177,9 +178,9 @@ class CapturedDrafts(DraftGraphs):
     def made(self) -> frozenset[GraphKind]:
         return frozenset(kind for kind, _ in self._captured.keys)
 
-    def steps(self, wish: Wish) -> list[int]:
+    def length(self, wish: Wish) -> int:
         """Return the number of tokens of the only graph: all of the wish, or the next of the `sizes`."""
-        return [min((size for size in self.sizes if size >= wish.gamma), default=wish.gamma)]
+        return min((size for size in self.sizes if size >= wish.gamma), default=wish.gamma)
 
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
         """See `DraftGraphs`; logits that are not finite are noticed at the draft after theirs.

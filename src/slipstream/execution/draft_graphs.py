@@ -155,7 +155,7 @@ class GraphKind(NamedTuple):
 
 @dataclass
 class DraftGraphs:
-    """Programs of one step of a draft, or graphs on a GPU, which draft whole chains of one of the `sizes`.
+    """Programs of one step of a draft, or graphs on a GPU that draft a `whole` chain.
 
     There is one for greedy and one for sampled tokens of each kind, made when it is first needed. If that fails, one
     warning says why, and all is drafted token by token.
@@ -163,11 +163,10 @@ class DraftGraphs:
 
     network: Network
     name: str
-    sizes: tuple[int, ...]
     most_fed: int = FED  # the most tokens that a network's cache lacks when a round begins
     progress: Callable[[str], object] | None = None
     least = 0
-    single_apart = False  # whether single texts have graphs of their own
+    whole = False
     _graphs: dict[GraphKind, Any] = field(default_factory=dict)
     _slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     _failed: bool = False
@@ -177,11 +176,10 @@ class DraftGraphs:
         return frozenset(self._graphs)
 
     def run(self, wish: Wish, room: Room) -> tuple[Tensor, Law] | None:
-        steps = self.steps(wish)
         if self._failed or not room.stores:
             return None
         try:
-            tokens, best, laws, _ = self._drafted(wish, room, steps)
+            tokens, best, laws, _ = self._drafted(wish, room)
         except Exception as error:  # of any type, from the model's own code on small tensors
             self._failed = True
             warn(self.name, "drafts token by token, its chains", error)
@@ -199,24 +197,25 @@ class DraftGraphs:
 
     def width(self, wish: Wish) -> int:
         """Return the columns of the first step; graphs of several tokens have `most_fed`, so that one serves all."""
-        return self.most_fed if self.steps(wish)[0] > 1 else max(map(len, wish.fed))
+        return self.most_fed if self.whole and self.length(wish) > 1 else max(map(len, wish.fed))
 
-    def steps(self, wish: Wish) -> list[int]:
-        """Return the number of tokens that each graph of a wish drafts, in their order."""
-        whole = [size for size in sorted(self.sizes) if size >= wish.gamma] if len(wish.fed) == 1 else []
-        return whole[:1] or [1] * wish.gamma
+    def length(self, wish: Wish) -> int:
+        """Return the number of tokens that are drafted for a wish."""
+        return wish.gamma
 
-    def _drafted(self, wish: Wish, room: Room, steps: Sequence[int]) -> Drafted:
+    def _drafted(self, wish: Wish, room: Room) -> Drafted:
+        length = self.length(wish)
+
         def run(inputs: Inputs) -> Drafted:
             (_, width), states, size = inputs[0].shape, inputs[1], inputs[-1].shape[1]
-            single, state = self.single_apart and len(wish.fed) == 1, 0 if states is None else states.ndim
+            single, state = self.whole and len(wish.fed) == 1, 0 if states is None else states.ndim
             return self._run(GraphKind(size, width, wish.sampled, wish.vocab, single, state), inputs)
 
-        chances = torch.zeros(len(wish.fed), sum(steps), dtype=torch.float64)
+        chances = torch.zeros(len(wish.fed), length, dtype=torch.float64)
         if wish.sampled:
             chances[:, : wish.gamma] = torch.tensor(wish.chances, dtype=torch.float64)
         inputs = (*self._inputs(wish, room), chances)
-        return run(inputs) if len(steps) == 1 else draft(run, len(steps), inputs)
+        return run(inputs) if self.whole else draft(run, length, inputs)
 
     def _inputs(self, wish: Wish, room: Room) -> tuple[Any, ...]:
         """Return the inputs of the first graph, without the numbers to draw by; see `Inputs`."""

@@ -315,7 +315,7 @@ class CausalScorer(OnMemory):
         graphs, texts, sources, rows = self.draft_graphs, self._memory.texts, self._memory.sources, len(wish.fed)
         if graphs is None:
             return None
-        room = graphs.most_fed + sum(graphs.steps(wish))
+        room = graphs.most_fed + graphs.length(wish)
         if self.context and max(texts.lengths[:rows]) + room > self.context:
             return None
         if not texts.stores:  # nothing was ever fed: the stores that a graph writes to do not exist yet

@@ -252,7 +252,7 @@ class HeadScorer(OnTargetStates):
         if graphs is None or not texts.stores:
             return None
         rows, width = len(wish.fed), graphs.width(wish)
-        texts.reserve(width + sum(graphs.steps(wish)), 0, rows)
+        texts.reserve(width + graphs.length(wish), 0, rows)
         last = torch.tensor([max(len(fed) - 1, 0) for fed in wish.fed])
         slots = fed_slots(torch.tensor(texts.lengths[:rows]), last, width).to(self.device)
         states = self._states.of(slots - 1).unflatten(-1, (len(self.head.places), -1))
