@@ -71,7 +71,6 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "choice with ahead": lambda target: Choice([Lookup(), AheadDrafter(small(), AtOnce())]),
     "tree": lambda target: TreeDrafter(scorer(DRAFT, "draft"), (2, 1)),
     "ngram": lambda target: Ngram(GRAMS, VOCAB),
-    "ngram online": lambda target: Ngram(GRAMS, VOCAB, online=True),
     "lookup": lambda target: Lookup(),
     "phrases": lambda target: PhraseDrafter(Phrases.fit([[0, 2, 1], [1, 2, 1, 0], [2, 1, 0]], VOCAB), VOCAB),
     "datastore": lambda target: Datastore(VOCAB, Corpus.build([[0, 2, 1, 1, 0, 2, 2, 0, 1]], VOCAB)),
@@ -85,7 +84,7 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "eagle3": lambda target: eagle3(target),
 }
 OWN = {"exit", "heads", "eagle3"}  # made of the target's own layers and states: their target is a real model
-BY_CONTEXT = {"ngram online", "bandit"}  # learn from all texts: which text a seed gives depends on the others
+BY_CONTEXT = {"bandit"}  # learn from all texts: which text a seed gives depends on the others
 every = pytest.mark.parametrize("name", MADE)
 
 

@@ -94,7 +94,7 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("lookup?size=3", "'lookup' has no option 'size': it knows prompt_lookup_num_tokens"),
         ("lookup?factor=much", "factor='much' is not possible: write a number"),
         ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
-        ("ngram:nowhere.ngram?online=maybe", "online='maybe'"),
+        ("small?ahead=maybe", "ahead='maybe'"),
         ("./nowhere", "no such folder"),
         ("embedded?quantize=int3", "quantize='int3' is not possible: write int8, int4, or"),
         ("embedded?quantize=int4?group=7", "int4.group=7' is not possible: write int8, int4, or"),
@@ -114,8 +114,8 @@ def test_the_table_is_what_can_be_written(context: BuildContext) -> None:
 
 def test_kinds_are_built(context: BuildContext, tmp_path: Path) -> None:
     NgramModel.fit([[0, 1, 2, 0, 1, 1]], 2, 3).save(tmp_path / "three.ngram")
-    built = drafter(f"ngram:{tmp_path}/three.ngram?online=true", context)
-    assert isinstance(built, Ngram) and built.model.order == 2 and built.online is not None
+    built = drafter(f"ngram:{tmp_path}/three.ngram", context)
+    assert isinstance(built, Ngram) and built.model.order == 2
     copying = drafter("lookup?prompt_lookup_num_tokens=4&factor=0.5", context)
     assert isinstance(copying, Lookup) and (copying.prompt_lookup_num_tokens, copying.factor) == (4, 0.5)
     assert drafter(copying, context) is copying

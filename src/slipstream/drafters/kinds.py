@@ -128,9 +128,9 @@ def embedded(context: BuildContext, value: str, **options: Any) -> Drafter:
     return build_model(context, EMBEDDED / "draft", **options)
 
 
-@kind("ngram:FILE", "an n-gram model, by `slipstream draft build`", online=switch)
-def ngram(context: BuildContext, file: str, online: bool = False) -> Drafter:
-    return Ngram(NgramModel.load(file), context.target.vocab, online)
+@kind("ngram:FILE", "an n-gram model, by `slipstream draft build`")
+def ngram(context: BuildContext, file: str) -> Drafter:
+    return Ngram(NgramModel.load(file), context.target.vocab)
 
 
 @kind("plain", "no draft: plain decoding, as one of several")

@@ -2,8 +2,7 @@
 
 The tables are smoothed by interpolated modified Kneser-Ney (Chen and Goodman 1998, section 3), which predicts best
 in their comparison and in ours with Witten-Bell: its lower orders count in how many contexts a token appears, not
-how often. Counts of tokens emitted while decoding are smoothed by Witten-Bell instead, which needs no counts of counts,
-so that adding a token changes the law at once and in constant time.
+how often.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from torch import Tensor
 
 from slipstream.core.draft import Draft
 from slipstream.core.law import Law
-from slipstream.core.protocols import Traits
-from slipstream.core.round import Context, Round
+from slipstream.core.protocols import Drafter, Traits
+from slipstream.core.round import Context
 from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.files import TensorFileKind, save_tensors
 
@@ -33,7 +31,6 @@ KIND = TensorFileKind("n-gram model", "slipstream.ngram", "2", "build it again")
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of counts 1, 2, 3 or more if there is too little text to compute them (KenLM's values)."""
 
-HELD = 1 << 18  # the number of contexts that online counts hold, about 100 MB; then the older half is dropped
 Array = np.ndarray[Any, np.dtype[Any]]
 
 State = tuple[int, ...]
@@ -140,20 +137,14 @@ class NgramModel:
             known.append(place)
         return tuple(known)
 
-    def law(self, state: State, online: OnlineCounts | None = None, text: Sequence[int] = ()) -> Array:
-        """Return q (vocab,) of the next token, with `online` counts mixed in by the last tokens of `text`."""
-        base = self.unigram if online is None else online.unigram(self.unigram)
-        levels = list[Level]()  # the interpolation steps, lowest order first; in each the tables, then the counts
-        for size, table in enumerate(self.tables, 1):
-            if size < len(state):
-                levels.append(table.level(state[size]))
-            if online is not None and size <= len(text) and (level := online.level(tuple(text[-size:]))):
-                levels.append(level)
+    def law(self, state: State) -> Array:
+        """Return q (vocab,) of the next token."""
+        levels = [table.level(context) for table, context in zip(self.tables, state[1:], strict=False)]  # lowest first
         parts, weight = [], 1.0
         for gamma, tokens, alpha in reversed(levels):
             parts.append((tokens, weight * alpha))
             weight *= gamma
-        q = base * weight
+        q = self.unigram * weight
         for tokens, mass in parts:
             q[tokens] += mass
         return q
@@ -271,78 +262,28 @@ def discounts(counts: Array) -> tuple[float, ...]:
 # ---- drafting ---------------------------------------------------------------------------------------------------
 
 
-class OnlineCounts:
-    """Witten-Bell counts of emitted text: gamma = kinds / (kinds + total), alpha = count / (kinds + total).
-    `kinds` is how many different tokens followed the context. Holds at most HELD contexts."""
-
-    def __init__(self, order: int, vocab: int) -> None:
-        self.order = order
-        self._first = np.zeros(vocab)
-        self._counts: dict[tuple[int, ...], dict[int, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def add(self, text: Sequence[int], new: int) -> None:
-        for place in range(len(text) - new, len(text)):
-            self._first[text[place]] += 1
-            for size in range(1, min(self.order - 1, place) + 1):
-                followers = self._counts.setdefault(tuple(text[place - size : place]), {})
-                followers[text[place]] = followers.get(text[place], 0) + 1
-        if len(self._counts) > HELD:
-            for context in list(islice(self._counts, len(self._counts) // 2)):
-                del self._counts[context]
-
-    def unigram(self, base: Array) -> Array:
-        """Return `base` (vocab,) with the counts of the first order mixed in."""
-        kinds, total = np.count_nonzero(self._first), self._first.sum()
-        return base if not kinds else ((self._first + kinds * base) / (total + kinds)).astype(base.dtype)
-
-    def level(self, context: tuple[int, ...]) -> Level | None:
-        """Return the tokens that followed a context with their shares; None if it never came up."""
-        followers = self._counts.get(context)
-        if followers is None:
-            return None
-        counts = np.fromiter(followers.values(), np.float64, len(followers))
-        whole = float(counts.sum()) + len(followers)
-        return len(followers) / whole, np.fromiter(followers, np.int64, len(followers)), counts / whole
-
-
-class Ngram:
-    """Samples a chain from an n-gram model, with the request's own sampling settings.
-
-    `online` counts the emitted tokens of all texts, and mixes them in from the next round on. That is exact, as the law
-    of a draft is fixed before it is sampled, but the text of a seed then depends on the texts decoded before.
-    """
+class Ngram(Drafter):
+    """Samples a chain from an n-gram model, with the request's own sampling settings."""
 
     traits = Traits(by_text=True)
 
-    def __init__(self, model: NgramModel, vocab: int, online: bool = False) -> None:
+    def __init__(self, model: NgramModel, vocab: int) -> None:
         """Make the drafter; `vocab` is the size of the target's logits. Raises ValueError if the model's differs."""
         if model.vocab != vocab:
             raise ValueError(f"the n-gram model knows {model.vocab} token ids, the target {vocab}: build it for those.")
         self.model = model
-        self.online = OnlineCounts(model.order, vocab) if online else None
 
     @property
     def facts(self) -> str:
         return self.model.facts
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        texts = [row.tokens[-self.model.order :] for row in context.rows]
-        states = [self.model.state(text) for text in texts]
+        states = [self.model.state(row.tokens[-self.model.order :]) for row in context.rows]
 
         def law_after(tokens: Tensor) -> Law:
             for place, (token,) in enumerate(tokens[:, -1:].tolist() if tokens.shape[1] else ()):
-                texts[place].append(token)
                 states[place] = self.model.advance(states[place], token)
-            q = [self.model.law(state, self.online, text) for state, text in zip(states, texts, strict=True)]
-            logits = torch.from_numpy(np.log(np.stack(q))).unsqueeze(1)
+            logits = torch.from_numpy(np.log(np.stack(list(map(self.model.law, states))))).unsqueeze(1)
             return law_of(context, logits, tokens, "the n-gram model")
 
         return sample_chain(context, law_after, gammas, torch.device("cpu"))
-
-    def observe(self, round: Round) -> None:
-        if self.online is not None:
-            for row, new in zip(round.rows, round.tokens, strict=True):
-                self.online.add(row.tokens, len(new))
