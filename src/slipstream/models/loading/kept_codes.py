@@ -168,14 +168,18 @@ def codes_of(
         if progress:
             progress(f"loading the codes of {name} in {precision}")
         for layer in layers:  # one after another: the codes of all layers may not fit in memory as they are used
-            yield layer, Codes(precision, _unpacked(kept[f"{layer}.codes"], precision), kept[f"{layer}.scales"])
+            stored = kept[f"{layer}.codes"]  # those of 4 bits two to a byte
+            whole = stored if precision.bits == 8 else torch.stack((stored & 15, stored >> 4), -1).flatten(1)
+            yield layer, Codes(precision, whole, kept[f"{layer}.scales"])
         return
     if progress:
         progress(f"choosing the codes of {name} in {precision} by a text that it writes")
     tensors = dict[str, Tensor]()
     for layer, codes in calibrated_codes(model, precision, own_text(model), layers):
         if file:
-            tensors |= {f"{layer}.codes": _packed(codes), f"{layer}.scales": codes.scales}
+            whole = codes.codes
+            stored = whole if precision.bits == 8 else whole[:, ::2] | (whole[:, 1::2] << 4)
+            tensors |= {f"{layer}.codes": stored, f"{layer}.scales": codes.scales}
         yield layer, codes
     if file:
         keep(file, tensors)
@@ -221,12 +225,3 @@ def keep(file: Path, tensors: Mapping[str, Tensor]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(file, KIND, tensors, {"key": file.stem})
         delete_oldest(file.parent, "*.codes*", MOST_FILES)  # part files of processes that were killed, too
-
-
-def _packed(codes: Codes) -> Tensor:
-    """Return codes as they are stored: those of 4 bits (features, n) two to a byte, (features, n / 2)."""
-    return codes.codes if codes.precision.bits == 8 else codes.codes[:, ::2] | (codes.codes[:, 1::2] << 4)
-
-
-def _unpacked(stored: Tensor, precision: Precision) -> Tensor:
-    return stored if precision.bits == 8 else torch.stack((stored & 15, stored >> 4), -1).flatten(1)
