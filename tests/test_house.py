@@ -54,14 +54,7 @@ LEVELS: dict[str, int] = {
     "reproduction": 12,
 }
 
-PURE = {
-    "theory",
-    "text.jsontext",
-    "core.values",
-    "core.options",
-    "engine.plan_file",
-    "plan.from_figures",
-}
+PURE = {"theory", "text.jsontext", "core.values", "core.options", "engine.plan_file", "plan.from_figures"}
 PURE |= {"plan.predict"}
 """Files without any third party."""
 ANYWHERE = ("*",)

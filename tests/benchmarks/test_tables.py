@@ -169,11 +169,7 @@ CONTEXTS = {
         ),
         ("exact-shape", [WAY], "| bfloat16, any shape, compiled | 0 of 164 | 700 | 801 |"),
         ("kernel", {"products": [SPREAD], "quantized": [], "attentions": [SPREAD]}, "| small | 6 | 1.00 | 3.00 |"),
-        (
-            "kernel",
-            {"products": [], "quantized": [BYTES], "attentions": []},
-            "| small | 6 | 2.00 (50) | 1.00 (50) |",
-        ),
+        ("kernel", {"products": [], "quantized": [BYTES], "attentions": []}, "| small | 6 | 2.00 (50) | 1.00 (50) |"),
         ("bench", {"rows": RACE}, "| 0 | transformers generate | 50 (50-50) | 1.00 | 1.00 | - | - | - | - |"),
         ("serving", WAITS, "| 16 | slipstream | 300 | 3.00 | 200 | 10 | 100 |"),
         ("waits", WAITS, "| one stream, server / library | 1.040 | by repetition 1.04 |"),

@@ -121,12 +121,6 @@ def test_a_tree_and_a_chain_keep_a_cache_of_their_own() -> None:
     assert engine.generate(["x = "], max_new_tokens=8)[0].stats.drafted > 0
 
 
-def test_an_encoder_decoder_drafts_for_itself_too() -> None:
-    target = CausalScorer(tiny_model(transformers.T5ForConditionalGeneration, tiny_config(transformers.T5Config)))
-    made = drafter("int8", BuildContext(target))
-    assert isinstance(made, ModelDrafter) and made.scorer.source_form == target.source_form
-
-
 def test_what_cannot_be_quantized_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="has no weights to quantize"):
         drafter("int4", BuildContext(scorer(lambda prefix: (0.5, 0.5), "table")))

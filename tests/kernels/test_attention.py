@@ -159,6 +159,9 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(monkeypatch: pytest.Monk
         attention.attend(torch.nn.Module(), queries, keys, values, mask, 0.2, **more)
     attention.attend(torch.nn.Module(), queries, keys, values, None, 0.2)  # causal, over a cache
     assert asked == ["ours", "ours", "torch", "torch", "torch", "torch"]
+    for count in (attention.MANY - 1, attention.MANY):  # all of which see everything, as in an encoder
+        attention.attend(torch.nn.Module(), torch.zeros(1, 2, count, 32), keys, values, None, 0.2, is_causal=False)
+    assert asked[6:] == ["ours", "torch"]
 
 
 LONG = 2500  # slots: four whole pieces of 512 and a part of a fifth

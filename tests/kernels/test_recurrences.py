@@ -7,11 +7,7 @@ from torch.nn.functional import conv1d
 from transformers.models.nemotron_h import modeling_nemotron_h as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as delta
 
-from slipstream.kernels.recurrences import (
-    gated_delta_rule,
-    short_convolution,
-    state_space,
-)
+from slipstream.kernels.recurrences import gated_delta_rule, short_convolution, state_space
 from toys.kernels import needs_kernel, noise
 
 pytestmark = needs_kernel

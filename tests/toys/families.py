@@ -102,10 +102,7 @@ PROBED: dict[str, Family] = {
 """Families that `probe` decides about."""
 
 T5: dict[str, Any] = {"vocab_size": HF_VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-T5 |= {
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,
-}  # less than our texts have
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}  # less than our texts have
 T5 |= {"initializer_factor": 1.5, "tie_word_embeddings": False}
 T5 |= {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": None}
 

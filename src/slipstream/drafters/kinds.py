@@ -173,7 +173,7 @@ def quantized(
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
     _refuse_ranks(target)
     kept, progress = context.kept_tokens(draft_vocab), context.mode.progress
-    if not target.shares_rows or target.source_form or context.tree or context.drafted:
+    if not target.shares_rows or context.tree or context.drafted:
         twin = quantized_twin(target.model, target.name, precision, kept, progress)
         return context.drafting(load_scorer(twin, mode=replace(context.mode, packed=False)))
     return SameRowsDrafter(_graphed(context, quantized_part(target, precision, kept, progress)))

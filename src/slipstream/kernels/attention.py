@@ -19,6 +19,7 @@ NAME = "slipstream"  # the name of this attention in transformers
 ASKS = re.compile(r"_attn_implementation\s*(==|!=|not in|in)\s*[^\n]*\"sdpa\"")
 """The pattern of code with which models test whether torch's attention (sdpa) is in use."""
 
+MANY = 256  # queries from which torch's attention is the faster one if nothing is hidden
 UNKNOWN = ("softcap", "s_aux")  # arguments of some models that the kernel does not support
 
 
@@ -61,7 +62,7 @@ def attend(
     """Attend as transformers calls an attention function: (rows, heads, n, width) -> (rows, n, heads, width).
 
     Calls that our kernel does not support (dropout, bounded scores, a causal pattern over a cache without a mask) go to
-    torch's attention.
+    torch's attention, and so do encoders of images and sound: many queries that all see everything.
     """
     asked = others.get("is_causal")
     causal = (
@@ -72,7 +73,7 @@ def attend(
     more = others.get("dropout") or any(others.get(name) is not None for name in UNKNOWN)
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1]
     known = same and query.dtype in STEP and query.device.type == "cpu" and not more
-    if not known or (causal and query.shape[2] != key.shape[2]):
+    if not known or (query.shape[2] != key.shape[2] if causal else attention_mask is None and query.shape[2] >= MANY):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     least, added = torch.finfo(query.dtype).min, attention_mask
     if causal:  # every token sees itself and those before it

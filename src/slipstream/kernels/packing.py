@@ -3,6 +3,7 @@
 import copy
 import math
 import mmap
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,7 +30,7 @@ from slipstream.kernels.stored_codes import StoredLinear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 HUGE_PAGE = 1 << 21  # bytes
-
+WHOLE = re.compile(r"\bencoder\.|\bencoder_attn\.[kv]_proj$")  # Whisper's layers that read 1,500 frames at once
 
 ChooseCodes = Callable[[Sequence[str]], Iterable[tuple[str, Codes]]]
 """The names of layers -> each with the codes for its weight, one after another."""
@@ -224,8 +225,8 @@ def has_blocked(dtype: torch.dtype) -> bool:
 def packed(model: PreTrainedModel) -> PreTrainedModel:
     """Return a twin of the model that shares everything but its linear layers, which have packed copies of the weights.
 
-    With our kernel, attention runs by it too. Needs memory for a second copy of the matrices unless the original is
-    dropped. Raises ValueError if `can_pack` is false.
+    With our kernel, attention runs by it too. What reads whole sounds stays as it is, faster by torch. Needs memory for
+    a second copy of the matrices unless the original is dropped. Raises ValueError if `can_pack` is false.
     """
     if not can_pack(model):
         raise ValueError(
@@ -234,6 +235,8 @@ def packed(model: PreTrainedModel) -> PreTrainedModel:
         )
     twin = twin_of(model)
     places = [(name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear)]
+    if twin.main_input_name == "input_features":
+        places = [(name, layer) for name, layer in places if not WHOLE.search(name)]
     stretch = None
     if kernel_missing() is None:
         stretch = Stretch(sum(panel_bytes(plain_weight(layer)) for _, layer in places))

@@ -30,7 +30,7 @@ from slipstream.core.source import Source
 from slipstream.execution.backends import Native, draft_graphs
 from slipstream.execution.draft_graphs import DraftGraphs, ModelNetwork, Room, Wish
 from slipstream.execution.names import with_cache
-from slipstream.execution.passes import Cross, Execution, Pass, PassMasks, PassResult, causal_mask
+from slipstream.execution.passes import Execution, Pass, PassMasks, PassResult, causal_mask
 from slipstream.kernels.placement import input_device
 from slipstream.models.encoder_decoder import SourceDecoder
 from slipstream.models.families import ModelFacts, probe, refuse_unsupported, trial_text
@@ -62,14 +62,11 @@ class PassBuilder:
         if any(shifts := self._memory.shifts[texts.part]):  # images may take fewer positions than tokens
             shifts += [0] * (len(positions) - len(shifts))  # rows that only fill a shape
             positions = positions + torch.tensor(shifts, device=positions.device)[:, None]
-        cross: Cross | None = None
-        if (sources := self._memory.sources) is not None:
-            cross = sources.cross(texts.part, back)
+        cross = sources.cross(texts.part, back) if (sources := self._memory.sources) else None
         return Pass(tokens, positions, slots, masks, cross)
 
 
-NO_LOGITS = torch.empty(0, dtype=torch.long)
-"""The positions whose logits are needed in a pass that only fills the cache: none."""
+NO_LOGITS = torch.empty(0, dtype=torch.long)  # the positions to have logits in a pass that only fills the cache
 
 
 class PassRunner:
@@ -178,8 +175,10 @@ class CausalScorer(OnMemory):
     def sharing_rows(self, model: Any, name: str) -> CausalScorer:
         other, execution = copy.copy(self), self.execution
         other.name, other.model, other.draft_graphs = name, model, None
-        execution = execution and execution.of(model, name)  # graphs of this model's layers cannot be used for others
-        other._runner = PassRunner(model, self.facts, self._memory, execution)
+        other._decoder = SourceDecoder(model) if self._decoder else None
+        module: Any = other._decoder or model
+        execution = execution and execution.of(module, name)  # graphs of this model's layers cannot be used for others
+        other._runner = PassRunner(module, self.facts, self._memory, execution)
         return other
 
     def seeing(self, window: int, sinks: int) -> CausalScorer:
@@ -201,11 +200,8 @@ class CausalScorer(OnMemory):
         self._memory.media[row] = media
 
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
-        """Fill an empty row with a text of `length` tokens.
-
-        `layers` have keys and values (heads, count, head_dim) of its last tokens, as many as each layer ever looks back
-        at.
-        """
+        """Fill an empty row with a text of `length` tokens. `layers` have keys and values (heads, count, head_dim) of
+        its last tokens, as many as each layer ever looks back at."""
         self._memory.texts.fill(row, layers, length)
 
     def use_prefixes(self, cache: PrefixCache | None) -> None:

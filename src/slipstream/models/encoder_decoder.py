@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from slipstream.cache.rows import RowCache
 from slipstream.cache.stores import FloatStore, Store
+from slipstream.core.draft import padded
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.names import with_cache
 from slipstream.execution.passes import Cross
@@ -179,14 +180,14 @@ def encoded(model: Any, sources: Sequence[Source]) -> dict[str, Any]:
     """Run the encoder on sources -> its output and the mask over their padding, as arguments; features have no mask."""
     device, encoder = input_device(model), model.get_encoder()
     if isinstance(sources[0], Tensor):
-        features = torch.stack([source for source in sources if isinstance(source, Tensor)])
-        return {"encoder_outputs": encoder(features.to(device, model.dtype))}
-    ids = torch.zeros(len(sources), max(map(len, sources)), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, source in enumerate(sources):
-        ids[row, : len(source)], mask[row, : len(source)] = torch.tensor(source), 1
-    mask = mask.to(device)
-    return {"encoder_outputs": encoder(input_ids=ids.to(device), attention_mask=mask), "attention_mask": mask}
+        features = torch.stack([source for source in sources if isinstance(source, Tensor)]).to(device, model.dtype)
+        # One recording is work enough for a CPU: so its states do not depend on others, and memory is used again.
+        parts = features.split(1 if device.type == "cpu" else len(features))
+        states = torch.cat([encoder(part).last_hidden_state for part in parts])
+        return {"encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+    texts = [source for source in sources if not isinstance(source, Tensor)]
+    ids, mask = (padded(each, device) for each in (texts, [[1] * len(text) for text in texts]))
+    return {"encoder_outputs": encoder(input_ids=ids, attention_mask=mask), "attention_mask": mask}
 
 
 class Sources:
@@ -223,9 +224,8 @@ class Sources:
         self._known.clear()
 
     def cross(self, part: slice, back: Tensor | None) -> Cross:
-        name = (part.start, part.stop)
-        if name in self._known:
-            return replace(self._known[name], back=back)
+        if known := self._known.get(name := (part.start, part.stop)):
+            return replace(known, back=back)
         self._rows.reserve(0, part.start, part.stop)
         beyond = torch.arange(self._rows.end)[None] >= torch.tensor(self._rows.lengths[part])[:, None]
         stores, dtype = self._rows.taking_part, self._decoder.dtype
