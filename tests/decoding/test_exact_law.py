@@ -31,7 +31,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
-from toys.drafts import Altered, first_tokens, flat
+from toys.drafts import Altered, drop_what_looks_bad, first_tokens, flat, likely, text_law
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, VOCAB, Step, Table, plain_law, scorer
 from toys.texts import SAMPLE, Cycle, rare, request
@@ -168,13 +168,9 @@ def test_the_law_is_exact_when_the_vocabularies_differ(draft_vocab: int) -> None
         assert max(prefix) < draft_vocab, "it is fed what it does not know"
         return (0.5, 0.5) if draft_vocab == 2 else (0.1, 0.2, 0.3, 0.4)
 
-    def run(rng: Rng) -> tuple[int, ...]:
-        drafter = ModelDrafter(scorer(draft, "draft", vocab=draft_vocab), vocab=VOCAB)
-        decoder = Decoder(scorer(target, "target"), drafter, controller=Cycle((2,)), rng=rng)
-        (row,) = generate(decoder, [request(PROMPT, COUNT)])
-        return tuple(row.output)
-
-    assert total_variation(enumerate_outcomes(run), plain_law(target, PROMPT, COUNT)) < EXACT
+    drafter = ModelDrafter(scorer(draft, "draft", vocab=draft_vocab), vocab=VOCAB)
+    decoder = Decoder(scorer(target, "target"), drafter, controller=Cycle((2,)))
+    assert total_variation(text_law(decoder, COUNT, PROMPT), plain_law(target, PROMPT, COUNT)) < EXACT
 
 
 @pytest.mark.parametrize("context", [3, 4])
@@ -286,14 +282,6 @@ def test_control_a_wrong_verifier_is_caught(verifier: Verifier) -> None:
     assert total_variation(case.law(), plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG
 
 
-def drop_what_looks_bad(draft: Draft) -> Draft:
-    """Drops a token after it was sampled, because the draft itself did not expect it."""
-    if draft.law is None:
-        return draft
-    likely = draft.law.of(draft.tokens)[0] > 0.3
-    return replace(draft, lengths=(int(likely.long().cumprod(0).sum()),))
-
-
 @pytest.mark.parametrize("change", [flat, *rare(drop_what_looks_bad)], ids=lambda change: change.__name__)
 def test_control_a_dishonest_drafter_is_caught(change: Callable[[Draft], Draft]) -> None:
     case = Case(PAIRS["generic"], (2,), wrap=lambda drafter: Altered(drafter, change))
@@ -304,10 +292,7 @@ def test_a_draft_may_stop_after_a_token_that_is_submitted() -> None:
     """The exact counterpart of the control above: the unexpected token itself is still tested."""
 
     def stop_after(draft: Draft) -> Draft:
-        if draft.law is None:
-            return draft
-        kept = int((draft.law.of(draft.tokens)[0] > 0.3).long().cumprod(0).sum())
-        return replace(draft, lengths=(min(kept + 1, draft.tokens.shape[1]),))
+        return draft if draft.law is None else replace(draft, lengths=likely(draft, 1))
 
     case = Case(PAIRS["generic"], (2,), wrap=lambda drafter: Altered(drafter, stop_after))
     assert total_variation(case.law(), plain_law(PAIRS["generic"][0], PROMPT, COUNT)) < EXACT
@@ -335,12 +320,11 @@ def test_control_penalties_frozen_at_the_start_of_the_round_are_caught() -> None
 
 def test_control_a_cache_that_is_not_rolled_back_is_caught() -> None:
     """The target keeps rejected tokens; the loop must notice or the law must differ."""
-    case = Case(PAIRS["generic"], (2,))
 
-    def run(rng: Rng) -> tuple[int, ...]:
-        decoder = case.decoder(rng)
-        decoder.target.rollback = lambda lengths: None  # type: ignore[method-assign]
-        (row,) = generate(decoder, [request(PROMPT, COUNT)])
-        return tuple(row.output)
+    def decoder(rng: Rng) -> Decoder:
+        made = Case(PAIRS["generic"], (2,)).decoder(rng)
+        made.target.rollback = lambda lengths: None  # type: ignore[method-assign]
+        return made
 
-    assert total_variation(enumerate_outcomes(run), plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG
+    law = first_tokens(decoder, PROMPT, COUNT, COUNT)
+    assert total_variation(law, plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG

@@ -1,6 +1,6 @@
 """Every acceptance rule, on chains and trees, has exactly the target's law: all draws enumerated, nothing by chance."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter, tree_parents
 from toys.drafts import first_tokens
-from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes
+from toys.enumeration import EXACT, WRONG, Distribution, Script, Scripts, enumerate_outcomes, enumerate_rows
 from toys.enumeration import total_variation as tv
 from toys.tables import PAIRS, VOCAB, plain_law, scorer
 from toys.texts import GREEDY, SAMPLE, Cycle, rare, request
@@ -272,13 +272,7 @@ def test_several_paths_reach_the_optimum() -> None:
     """The sum p (1 - (1 - min(1, q/p))^k) is no bound for k independent drafts: it is .82 here, the optimum .86."""
     p, q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64), torch.tensor([0.8, 0.2, 0.0], dtype=torch.float64)
     no_bound = float((p * (1 - (1 - (q / p.clamp(min=1e-9)).clamp(max=1)) ** 2)).sum())
-
-    def run(rng: Rng) -> int:
-        target, draft = (scorer(lambda prefix, x=x: x.tolist(), "toy") for x in (p, q))
-        decoder = Decoder(target, tree(2, replacement=True)(draft), GBV, Cycle((1,)), rng=rng)
-        return next(iter(rounds(decoder, [request(PROMPT, 2, SAMPLE)]))).accepted[0]
-
-    rate = enumerate_outcomes(run)[1]
+    rate = numbers(p.tolist(), q.tolist(), GBV, 1, tree(2, replacement=True))[1]
     assert no_bound == pytest.approx(0.82) and rate == pytest.approx(0.86)
     assert rate == pytest.approx(1 - (0.8**2 - 0.5))
 
@@ -295,13 +289,20 @@ def test_a_verifier_for_chains_refuses_trees() -> None:
 # ---- how much is accepted ---------------------------------------------------------------------------------------
 
 
-def accepted(p: list[float], q: list[float], verifier: Verifier, gamma: int) -> float:
-    def run(rng: Rng) -> int:
-        target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
-        decoder = Decoder(target, ModelDrafter(draft), verifier, Cycle((gamma,)), rng=rng)
-        return next(iter(rounds(decoder, [request(PROMPT, gamma + 1, SAMPLE)]))).accepted[0]
+def numbers(p: list[float], q: list[float], verifier: Verifier, gamma: int, make: Make = ModelDrafter) -> Distribution:
+    """The law of the number of tokens that the first round accepts."""
 
-    return sum(count * chance for count, chance in enumerate_outcomes(run).items())
+    def run(scripts: Sequence[Script]) -> tuple[int, ...]:
+        target, draft = scorer(lambda prefix: p, "target"), scorer(lambda prefix: q, "draft")
+        parts = Decoder(target, make(draft), verifier, Cycle((gamma,)), len(scripts), Scripts(scripts))
+        requests = [request(PROMPT, gamma + 1, SAMPLE, key=key) for key in range(len(scripts))]
+        return next(rounds(parts, requests)).accepted
+
+    return enumerate_rows(run, 20_000)
+
+
+def accepted(p: list[float], q: list[float], verifier: Verifier, gamma: int) -> float:
+    return sum(count * chance for count, chance in numbers(p, q, verifier, gamma).items())
 
 
 def test_the_toy_of_the_block_verification_paper() -> None:
@@ -330,14 +331,7 @@ def test_recursive_rejection_lies_between_one_draft_and_the_optimum(seed: int) -
     torch.manual_seed(seed)
     p, q = (torch.rand(VOCAB, dtype=torch.float64) + 0.02 for _ in range(2))
     p, q = p / p.sum(), q / q.sum()
-
-    def run(rng: Rng) -> int:
-        target, draft = (scorer(lambda prefix, x=x: x.tolist(), "toy") for x in (p, q))
-        drafter = TreeDrafter(draft, (2,), replacement=True)
-        decoder = Decoder(target, drafter, rules.TOKEN.verify, Cycle((1,)), rng=rng)
-        return next(iter(rounds(decoder, [request(PROMPT, 3, SAMPLE)]))).accepted[0]
-
-    rate = enumerate_outcomes(run)[1]
+    rate = numbers(p.tolist(), q.tolist(), rules.TOKEN.verify, 1, tree(2, replacement=True))[1]
     one = float(torch.minimum(p, q).sum())
     assert one - 1e-12 <= rate <= optimum(p, q, 2) + 1e-12
     assert optimum(p, q, 1) == pytest.approx(one)

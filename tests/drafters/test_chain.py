@@ -1,12 +1,10 @@
 """A draft of a draft: exact at every depth, by enumeration; its statistics; controls that must fail."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.core.draft import Draft
 from slipstream.core.draws import DrawnBy, Key, Purpose, Rng, ScopedDraws, draw_coupled
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter
@@ -17,7 +15,7 @@ from slipstream.decoding.rules import BLOCK, MATCH, TOKEN, Rule
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
-from toys.drafts import Altered, first_tokens, flat
+from toys.drafts import Altered, drop_what_looks_bad, first_tokens, flat
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, dirichlet_table, plain_law, scorer
 from toys.texts import GREEDY, SAMPLE, Cycle, request, row
@@ -90,14 +88,7 @@ def test_control_an_inner_drafter_that_lies_is_caught() -> None:
 def test_control_dropping_by_what_was_sampled_is_caught() -> None:
     """Cutting to a fixed length is fine (above); cutting where the draft dislikes its token is not."""
     target, draft = PAIRS["zeros"]
-
-    def drop(made: Draft) -> Draft:
-        if made.law is None:
-            return made
-        good = made.law.of(made.tokens)[0] > 0.3
-        return replace(made, lengths=(int(good.long().cumprod(0).sum()),))
-
-    found = law_of(lambda: Altered(chain([draft, THIRD]), drop), target, (2,), limit=3)
+    found = law_of(lambda: Altered(chain([draft, THIRD]), drop_what_looks_bad), target, (2,), limit=3)
     assert total_variation(found, plain_law(target, (0, 2), 2)) > WRONG
 
 

@@ -18,7 +18,7 @@ from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain, rounds
 from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
-from toys.enumeration import Distribution, Script, enumerate_outcomes, total_variation
+from toys.enumeration import Distribution, Script, Scripts, enumerate_rows, total_variation
 from toys.families import HF_VOCAB
 from toys.tables import VOCAB, Table, plain_law, scorer
 from toys.texts import SAMPLE, Cycle, ragged, request
@@ -91,16 +91,20 @@ def first_tokens(
     count: int,
     limit: int,
     sampler: Sampler = SAMPLE,
-    script_of: type[Script] = Script,
 ) -> Distribution:
-    """The joint law of the first `count` tokens of a text of `limit`; every branch has a decoder of its own."""
+    """The joint law of the first `count` tokens of a text of `limit`; many branches are rows of one batch."""
 
-    def run(rng: Rng) -> tuple[int, ...]:
-        stream = rounds(make(rng), [request(prompt, limit, sampler)])
-        row = next(round.rows[0] for round in stream if len(round.rows[0].output) >= count)
-        return tuple(row.output[:count])
+    def run(scripts: Sequence[Script]) -> list[tuple[int, ...]]:
+        decoder, texts = replace(make(Scripts(scripts)), batch_size=len(scripts)), dict[int, list[int]]()
+        for round in rounds(decoder, [request(prompt, limit, sampler, key=key) for key in range(len(scripts))]):
+            texts |= {row.request.key: row.output for row in round.rows if len(row.output) >= count}
+            for key in texts:
+                scripts[key].ended = True
+            if len(texts) == len(scripts):
+                break
+        return [tuple(texts[key][:count]) for key in range(len(scripts))]
 
-    return enumerate_outcomes(run, 300_000, script_of)
+    return enumerate_rows(run, 300_000, last=len(prompt) + limit - 1)
 
 
 def law_distance(
@@ -121,16 +125,15 @@ def law_distance(
         weights = [chance ** (1 / sampler.temperature) for chance in target(prefix)]
         return [weight / sum(weights) for weight in weights]
 
-    law = first_tokens(decoder, prompt, count, count + 1, sampler)
-    return total_variation(law, plain_law(step, prompt, count))
+    found = first_tokens(decoder, prompt, count, count + 1, sampler)
+    return total_variation(found, plain_law(step, prompt, count))
 
 
 def text_law(
     decoder: Decoder, count: int = 3, prompt: Sequence[int] = (0, 2), sampler: Sampler = SAMPLE
 ) -> Distribution:
-    """All texts and their chances, by running the whole loop for every sequence of draws."""
-    one = [request(prompt, count, sampler)]
-    return enumerate_outcomes(lambda rng: tuple(generate(replace(decoder, rng=rng), one)[0].output))
+    """All texts of so many tokens, and their chances."""
+    return first_tokens(lambda rng: replace(decoder, rng=rng), prompt, count, count, sampler)
 
 
 def law_error(decoder: Decoder, count: int = 3, prompt: Sequence[int] = (0, 2)) -> float:
@@ -143,6 +146,18 @@ def law_error(decoder: Decoder, count: int = 3, prompt: Sequence[int] = (0, 2)) 
         return found
 
     return total_variation(text_law(decoder, count, prompt), plain_law(step, prompt, count))
+
+
+def drop_what_looks_bad(draft: Draft) -> Draft:
+    """A fault of drafters: it drops a token after it was sampled, because the draft itself did not expect it."""
+    return draft if draft.law is None else replace(draft, lengths=likely(draft, 0))
+
+
+def likely(draft: Draft, more: int) -> tuple[int, ...]:
+    """How many tokens of each row stand before the first unlikely one, and so many more."""
+    assert draft.law is not None
+    counts = (draft.law.of(draft.tokens) > 0.3).long().cumprod(1).sum(1) + more
+    return tuple(map(min, counts.tolist(), draft.lengths))
 
 
 def flat(draft: Draft) -> Draft:

@@ -53,8 +53,7 @@ def test_guesses_of_an_honest_server_leave_the_law_as_it_is(pair: str, rule: str
     def make(rng: Rng) -> Decoder:
         return decoder(target, Here(ModelDrafter(scorer(draft, "draft"))), RULES[rule], rng, (2, 1))
 
-    law = first_tokens(make, PROMPT, COUNT, COUNT)
-    assert total_variation(law, plain_law(target, PROMPT, COUNT)) < EXACT
+    assert total_variation(first_tokens(make, PROMPT, COUNT, COUNT), plain_law(target, PROMPT, COUNT)) < EXACT
 
 
 def test_coupled_guesses_leave_the_law_as_it_is() -> None:
@@ -64,8 +63,7 @@ def test_coupled_guesses_leave_the_law_as_it_is() -> None:
         one = decoder(target, Here(ModelDrafter(scorer(draft, "draft"))), MATCH, rng, (2, 1))
         return tuple(generate(one, [request(PROMPT, COUNT)])[0].output)
 
-    law = enumerate_outcomes(run, script_of=SharedScript)
-    assert total_variation(law, plain_law(target, PROMPT, COUNT)) < EXACT
+    assert total_variation(enumerate_outcomes(run, script_of=SharedScript), plain_law(target, PROMPT, COUNT)) < EXACT
 
 
 CELLS = 4
@@ -77,8 +75,11 @@ class Grid(Script):
 
     def chances(self, key: Key, positions: int) -> list[list[float]]:  # type: ignore[override]
         return [
-            [(self._choose([1.0] * CELLS, (*names, start + j, key.name)) + 0.5) / CELLS for j in range(positions)]
-            for *names, start in zip(key.seeds, key.requests, key.origins, key.positions, strict=True)
+            [
+                (self.draw([1.0] * CELLS, (request, start + j), (origin, key.name)) + 0.5) / CELLS
+                for j in range(positions)
+            ]
+            for request, origin, start in zip(key.requests, key.origins, key.positions, strict=True)
         ]
 
 
@@ -108,8 +109,7 @@ def test_a_trusted_law_that_is_honest_leaves_the_law_as_it_is(rule: str, gamma: 
         one = decoder(target, link, RULES[rule], rng, (gamma,), trust=True, top=top, ahead=False)
         return tuple(generate(one, [request(PROMPT, count)])[0].output)
 
-    law = enumerate_outcomes(run, 300_000, script_of=Grid)
-    assert total_variation(law, plain_law(target, PROMPT, count)) < EXACT
+    assert total_variation(enumerate_outcomes(run, 300_000, script_of=Grid), plain_law(target, PROMPT, count)) < EXACT
 
 
 def test_a_trusted_law_gives_the_texts_of_the_same_draft_beside_the_target() -> None:
@@ -169,8 +169,7 @@ def test_no_server_can_change_a_coupled_text_even_if_it_knows_the_seed() -> None
         one = decoder(target, Liar(peek), MATCH, rng, (2, 1))
         return tuple(generate(one, [request(PROMPT, COUNT)])[0].output)
 
-    law = enumerate_outcomes(run, script_of=SharedScript)
-    assert total_variation(law, plain_law(target, PROMPT, COUNT)) < EXACT
+    assert total_variation(enumerate_outcomes(run, script_of=SharedScript), plain_law(target, PROMPT, COUNT)) < EXACT
 
 
 def test_control_a_liar_breaks_the_law_where_it_is_trusted() -> None:
@@ -190,8 +189,7 @@ def test_control_a_liar_breaks_the_law_where_it_is_trusted() -> None:
         assert not row.stats.undrafted, "a check has seen it"
         return tuple(row.output)
 
-    law = enumerate_outcomes(run, 300_000, script_of=Grid)
-    assert total_variation(law, plain_law(target, PROMPT, 2)) > 10 * WRONG
+    assert total_variation(enumerate_outcomes(run, 300_000, script_of=Grid), plain_law(target, PROMPT, 2)) > 10 * WRONG
 
 
 def _law(weights: Sequence[float]) -> SentLaw:
