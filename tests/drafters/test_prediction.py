@@ -10,13 +10,13 @@ from slipstream.core.protocols import Drafter
 from slipstream.core.request import Row
 from slipstream.decoding import rules
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, plain, rounds
+from slipstream.decoding.generate import generate, plain
 from slipstream.drafters.choice import KnownFirst
 from slipstream.drafters.lookup import Prediction
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter
-from toys.drafts import Altered, drafted, flat
-from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
+from toys.drafts import Altered, drafted, first_tokens, flat
+from toys.enumeration import EXACT, WRONG, total_variation
 from toys.tables import PAIRS, VOCAB, plain_law, scorer
 from toys.texts import GREEDY, Cycle, request
 
@@ -65,12 +65,11 @@ def test_a_true_prediction_saves_target_calls_and_a_wrong_one_changes_no_token()
 
 
 def distance(pair: str, rule: rules.Rule, make: Callable[[], Drafter]) -> float:
-    def run(rng: Rng) -> tuple[int, ...]:
-        decoder = Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle((2, 0, 3)), rng=rng)
-        stream = rounds(decoder, [request(PROMPT, 4, prediction=PREDICTED)])
-        return tuple(next(r.rows[0] for r in stream if len(r.rows[0].output) >= 3).output[:3])
+    def decoder(rng: Rng) -> Decoder:
+        return Decoder(scorer(PAIRS[pair][0]), make(), rule.verify, Cycle((2, 0, 3)), rng=rng)
 
-    return total_variation(enumerate_outcomes(run, 60_000), plain_law(PAIRS[pair][0], PROMPT, 3))
+    found = first_tokens(decoder, PROMPT, 3, 4, prediction=PREDICTED)
+    return total_variation(found, plain_law(PAIRS[pair][0], PROMPT, 3))
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -91,15 +91,17 @@ def first_tokens(
     count: int,
     limit: int,
     sampler: Sampler = SAMPLE,
+    **asked: Any,
 ) -> Distribution:
     """The joint law of the first `count` tokens of a text of `limit`; many branches are rows of one batch."""
 
     def run(scripts: Sequence[Script]) -> list[tuple[int, ...]]:
         decoder, texts = replace(make(Scripts(scripts)), batch_size=len(scripts)), dict[int, list[int]]()
-        for round in rounds(decoder, [request(prompt, limit, sampler, key=key) for key in range(len(scripts))]):
-            texts |= {row.request.key: row.output for row in round.rows if len(row.output) >= count}
-            for key in texts:
-                scripts[key].ended = True
+        requests = [request(prompt, limit, sampler, key=key, **asked) for key in range(len(scripts))]
+        for round in rounds(decoder, requests):
+            for row in round.rows:
+                if row.finish_reason or len(row.output) >= count:
+                    texts[row.request.key], scripts[row.request.key].ended = row.output, True
             if len(texts) == len(scripts):
                 break
         return [tuple(texts[key][:count]) for key in range(len(scripts))]

@@ -23,7 +23,7 @@ from slipstream.drafters.cross_tokenizer.reader import RetokenizingReader
 from slipstream.drafters.cross_tokenizer.token_intersection import StringMatch, TokenIntersection
 from slipstream.drafters.cross_tokenizer.vocabulary import CommonTokens, Vocabulary
 from tongues import TEXT, tongue, toy
-from toys.drafts import Altered, flat, same_texts
+from toys.drafts import Altered, first_tokens, flat, same_texts
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
 from toys.tables import Table, dirichlet_table, plain_law, scorer, some
 from toys.texts import GREEDY, SAMPLE, Cycle, request
@@ -67,14 +67,12 @@ class Case:
     wrap: Wrap = lambda drafter: drafter
 
     def law(self, count: int = COUNT) -> Distribution:
-        def run(rng: Rng) -> tuple[int, ...]:
+        def decoder(rng: Rng) -> Decoder:
             view = reader(scorer(self.tables[1], "draft"), *TOYS[self.toys], vocab=3)
             drafter = self.wrap(METHODS[self.method](view))
-            decoder = Decoder(scorer(self.tables[0]), drafter, self.verifier, Cycle(self.gammas), rng=rng)
-            ask = request(PROMPT, count, self.sampler, eos=self.eos)
-            return tuple(generate(decoder, [ask])[0].output)
+            return Decoder(scorer(self.tables[0]), drafter, self.verifier, Cycle(self.gammas), rng=rng)
 
-        return enumerate_outcomes(run)
+        return first_tokens(decoder, PROMPT, count, count, self.sampler, eos=self.eos)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -127,7 +125,8 @@ def unnormalised(draft: Draft) -> Draft:
 
 def picky(draft: Draft) -> Draft:
     """Drop what was drafted if it begins with "b"."""
-    return draft if not any(draft.lengths) or draft.tokens[0, 0] != 1 else Draft.empty(1, draft.tokens.device)
+    begins = draft.tokens[:, :1].sum(1).tolist()
+    return replace(draft, lengths=tuple(most * (first != 1) for first, most in zip(begins, draft.lengths, strict=True)))
 
 
 @pytest.mark.parametrize(
