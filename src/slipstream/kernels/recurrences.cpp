@@ -147,8 +147,8 @@ Tensor gated_delta_rule(std::optional<Tensor> queries, Tensor keys, Tensor value
   check_state(state);
   const int64_t heads = state.size(1);
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(3) == state.size(2) &&
-                      values.size(3) == state.size(3) && values.size(2) == heads && keys.size(2) > 0 &&
-                      heads % keys.size(2) == 0 && keys.size(1) == values.size(1) && keys.size(1) > 0,
+                      values.size(3) == state.size(3) && values.size(2) == heads && values.size(0) == state.size(0) &&
+                      keys.size(2) > 0 && heads % keys.size(2) == 0 && keys.size(1) == values.size(1) && keys.size(1) > 0,
                   "slipstream::gated_delta_rule: keys, values and the state do not fit");
   const Given asked(queries ? *queries : keys, 4);
   STD_TORCH_CHECK(!queries || (queries->size(3) == keys.size(3) && queries->size(2) == keys.size(2) &&
@@ -231,8 +231,8 @@ Tensor state_space(Tensor inputs, Tensor steps, Tensor decays, Tensor into, std:
   check_state(state);
   const int64_t heads = state.size(1);
   STD_TORCH_CHECK(inputs.dim() == 4 && into.dim() == 4 && inputs.size(2) == heads && inputs.size(3) == state.size(2) &&
-                      into.size(3) == state.size(3) && into.size(2) > 0 && heads % into.size(2) == 0 &&
-                      inputs.size(1) == into.size(1),
+                      inputs.size(0) == state.size(0) && into.size(3) == state.size(3) && into.size(2) > 0 &&
+                      heads % into.size(2) == 0 && inputs.size(1) == into.size(1),
                   "slipstream::state_space: inputs and the state do not fit");
   const Given asked(out_of ? *out_of : into, 4);
   STD_TORCH_CHECK((!out_of || (out_of->size(3) == into.size(3) && out_of->size(2) == into.size(2))) &&
