@@ -210,8 +210,7 @@ def dense(law: Law) -> Tensor:
 
 def always_accept(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
     verdict = token(p, draft, draw)
-    all_of_them = torch.tensor(draft.lengths)
-    return Verdict(all_of_them, p.at(all_of_them), verdict.beta)
+    return Verdict(torch.tensor(draft.lengths), p.at(torch.tensor(draft.lengths)), verdict.beta)
 
 
 def never_accept_and_correct(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdict:
@@ -261,8 +260,7 @@ def one_coin_for_all(p: Law, draft: Draft, draw: Callable[..., Tensor]) -> Verdi
     verdict = token(p, draft, draw)
     if draft.law is None or int(verdict.accepted) == 0:
         return verdict
-    all_of_them = torch.tensor(draft.lengths)
-    return Verdict(all_of_them, p.at(all_of_them), verdict.beta)
+    return Verdict(torch.tensor(draft.lengths), p.at(torch.tensor(draft.lengths)), verdict.beta)
 
 
 VERIFIERS: list[Verifier] = [
@@ -278,8 +276,9 @@ VERIFIERS: list[Verifier] = [
 
 @pytest.mark.parametrize("verifier", [VERIFIERS[0], *rare(*VERIFIERS[1:])], ids=lambda verifier: verifier.__name__)
 def test_control_a_wrong_verifier_is_caught(verifier: Verifier) -> None:
-    case = Case(PAIRS["generic"], (2,), verifier=verifier)
-    assert total_variation(case.law(), plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG
+    make = Case(PAIRS["generic"], (2,), verifier=verifier).decoder
+    law = enumerate_outcomes(lambda rng: tuple(generate(make(rng), [request(PROMPT, COUNT)])[0].output))
+    assert total_variation(law, plain_law(PAIRS["generic"][0], PROMPT, COUNT)) > WRONG
 
 
 @pytest.mark.parametrize("change", [flat, *rare(drop_what_looks_bad)], ids=lambda change: change.__name__)
