@@ -25,6 +25,9 @@ constexpr int MOST_ROWS = 6, SUMS = 8;
 
 constexpr int64_t ROOM = 48;  // rows whose sums are held at a time
 
+// Many rows meet all weights by so many bytes of them, which the second cache holds, and by so many rows.
+constexpr int64_t TOGETHER = 1 << 19, LEAST_TOGETHER = 128, MOST_TOGETHER = 512;
+
 // Vectors of a panel that ROWS rows multiply at a time.
 constexpr int together(int rows) {
   int parts = PARTS;
@@ -141,11 +144,11 @@ void add_panel(const Product<Type>& work, const typename Type::Item* weight, int
   }
 }
 
-// A panel's features of all rows.
+// A panel's features of some rows.
 template <class Type>
-void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel) {
-  for (int64_t row = 0; row < work.rows; row += ROOM) {
-    const int64_t rows = std::min(ROOM, work.rows - row);
+void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t first, int64_t count) {
+  for (int64_t row = first; row < first + count; row += ROOM) {
+    const int64_t rows = std::min(ROOM, first + count - row);
     float sums[ROOM][PANEL];
     std::fill_n(sums[0], rows * PANEL, 0.0f);
     add_panel(work, layer.weight + panel * work.steps * PANEL * Type::STEP, row, rows, sums);
@@ -157,7 +160,7 @@ void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel) {
 template <class Type>
 struct Tiles {
   static bool fit(const Product<Type>&) { return false; }
-  void fill(const Product<Type>&, const Layer<Type>&, int64_t) {}
+  void fill(const Product<Type>&, const Layer<Type>&, int64_t, int64_t, int64_t) {}
 };
 
 #if defined(__AMX_BF16__)
@@ -176,21 +179,31 @@ class Tiles<BFloat16> {
     if (shaped_) _tile_release();
   }
 
-  // A panel's features of all rows.
-  void fill(const Product<BFloat16>& work, const Layer<BFloat16>& layer, int64_t panel) {
-    for (int64_t row = 0; row < work.rows; row += 2 * SIDE) {
-      const int64_t rows = std::min(2 * SIDE, work.rows - row);
-      shape(rows);
-      float sums[2 * SIDE][PANEL];
-      if (rows > SIDE)
-        multiply<true>(work, layer, panel, row, sums);
-      else
-        multiply<false>(work, layer, panel, row, sums);
-      for (int64_t r = 0; r < rows; ++r) write(layer, panel, row + r, sums[r]);
-    }
+  // A panel's features of some rows, at most MOST_TOGETHER. Blocks of weights, which the first cache holds, meet all of
+  // them there.
+  void fill(const Product<BFloat16>& work, const Layer<BFloat16>& layer, int64_t panel, int64_t first, int64_t rows) {
+    constexpr int64_t STEP = BFloat16::STEP;
+    const uint16_t* weight = layer.weight + panel * work.steps * PANEL * STEP;
+    const int64_t most = rows > 2 * SIDE ? BLOCK : work.steps;
+    float sums[MOST_TOGETHER][PANEL];
+    for (int64_t begin = 0; begin < work.steps; begin += most)
+      for (int64_t row = 0; row < rows; row += 2 * SIDE) {
+        const int64_t some = std::min(2 * SIDE, rows - row), steps = std::min(most, work.steps - begin);
+        const uint16_t* inputs = work.inputs + (first + row) * work.apart + begin * STEP;
+        const auto multiplied = some > SIDE ? multiply<true> : multiply<false>;
+        const bool last = begin + steps == work.steps;
+        shape(some);
+        if (last)
+          for (int64_t r = row; r < row + some; ++r)
+            __builtin_prefetch(layer.outputs + (first + r) * layer.apart + panel * PANEL, 1);
+        multiplied(weight + begin * PANEL * STEP, inputs, work.apart, steps, begin > 0, row == 0, sums + row);
+        if (last)
+          for (int64_t r = row; r < row + some; ++r) write(layer, panel, first + r, sums[r]);
+      }
   }
 
  private:
+  static constexpr int64_t BLOCK = 8 * SIDE;  // steps of weights
   int64_t shaped_ = 0;
 
   // The tiles: 0 to 3 are sums, two halves of a panel for up to 16 rows and two for others; 4 and 5 inputs of these rows,
@@ -208,35 +221,43 @@ class Tiles<BFloat16> {
     shaped_ = rows;
   }
 
+  // Begins the sums, or goes on with them (`more`). The rows that come first ask for the next weights.
   template <bool BOTH>
-  static void multiply(const Product<BFloat16>& work, const Layer<BFloat16>& layer, int64_t panel, int64_t row,
+  static void multiply(const uint16_t* weight, const uint16_t* inputs, int64_t apart, int64_t steps, bool more, bool asks,
                        float (*sums)[PANEL]) {
     constexpr int64_t WIDTH = PANEL * BFloat16::STEP * sizeof(uint16_t);  // bytes of a step's weights
-    const uint16_t* weight = layer.weight + panel * work.steps * PANEL * BFloat16::STEP;
-    const uint16_t* inputs = work.inputs + row * work.apart;
-    const int64_t apart = work.apart * sizeof(uint16_t);
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (BOTH) {
-      _tile_zero(2);
-      _tile_zero(3);
+    constexpr int64_t ROW = PANEL * sizeof(float);
+    const int64_t row = apart * sizeof(uint16_t);
+    if (more) {
+      _tile_loadd(0, sums[0], ROW);
+      _tile_loadd(1, sums[0] + PANEL / 2, ROW);
+      if constexpr (BOTH) {
+        _tile_loadd(2, sums[SIDE], ROW);
+        _tile_loadd(3, sums[SIDE] + PANEL / 2, ROW);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      if constexpr (BOTH) {
+        _tile_zero(2);
+        _tile_zero(3);
+      }
     }
-    for (int64_t step = 0; step < work.steps; step += SIDE) {
-      prefetch(weight, SIDE * WIDTH);
+    for (int64_t step = 0; step < steps; step += SIDE) {
+      if (asks) prefetch(weight, SIDE * WIDTH);
       _tile_loadd(6, weight, WIDTH);
       _tile_loadd(7, weight + PANEL, WIDTH);
-      _tile_loadd(4, inputs, apart);
+      _tile_loadd(4, inputs, row);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
       if constexpr (BOTH) {
-        _tile_loadd(5, inputs + SIDE * work.apart, apart);
+        _tile_loadd(5, inputs + SIDE * apart, row);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
       weight += SIDE * PANEL * BFloat16::STEP;
       inputs += SIDE * BFloat16::STEP;
     }
-    constexpr int64_t ROW = PANEL * sizeof(float);
     _tile_stored(0, sums[0], ROW);
     _tile_stored(1, sums[0] + PANEL / 2, ROW);
     if constexpr (BOTH) {
@@ -254,14 +275,19 @@ void multiply(const Product<Type>& work) {
   for (const Layer<Type>& layer : work.layers) panels += panels_of(layer.features);
   const int64_t cost = std::max<int64_t>(1, work.rows * work.steps * Type::STEP * PANEL);
   const bool tiled = Tiles<Type>::fit(work);
+  const int64_t wide = work.steps * Type::STEP * sizeof(*work.inputs);
+  const int64_t most = std::clamp(TOGETHER / std::max<int64_t>(1, wide) / 64 * 64, LEAST_TOGETHER, MOST_TOGETHER);
   slipstream::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
     Tiles<Type> tiles;
-    for (const Layer<Type>& layer : work.layers) {
-      const int64_t count = panels_of(layer.features);
-      for (int64_t panel = std::max<int64_t>(0, begin); panel < std::min(count, end); ++panel)
-        tiled ? tiles.fill(work, layer, panel) : fill(work, layer, panel);
-      begin -= count;
-      end -= count;
+    for (int64_t row = 0; row < work.rows; row += most) {
+      const int64_t rows = std::min(most, work.rows - row);
+      int64_t before = 0;  // panels of earlier layers
+      for (const Layer<Type>& layer : work.layers) {
+        const int64_t count = panels_of(layer.features);
+        for (int64_t panel = std::max<int64_t>(0, begin - before); panel < std::min(count, end - before); ++panel)
+          tiled ? tiles.fill(work, layer, panel, row, rows) : fill(work, layer, panel, row, rows);
+        before += count;
+      }
     }
   });
 }
