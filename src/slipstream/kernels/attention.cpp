@@ -180,12 +180,34 @@ inline __attribute__((always_inline)) void transpose(const void* from, int64_t a
 
 int64_t up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
-// Halves are put together until one of LANES vectors is left: an order that few and many queries share.
+// What is put together of each of LANES vectors, in an order that few and many queries share.
 template <class Put>
-Lanes fold(Lanes* parts, const Put& put) {
+Lanes across(const Lanes* from, const Put& put) {
+#if defined(__AVX512F__)  // in half of the shuffles that a transposition takes
+  const auto pair = [&](__m512 one, __m512 other, auto low, auto high) {
+    return (__m512)put((Lanes)low(one, other), (Lanes)high(one, other));
+  };
+  __m512 parts[LANES], *part = parts;
+  for (int i = 0; i < LANES; ++i) parts[i] = (__m512)from[i];
+  for (int i = 0; i < LANES / 2; ++i)
+    parts[i] = pair(part[2 * i], part[2 * i + 1], [](auto x, auto y) { return _mm512_unpacklo_ps(x, y); },
+                    [](auto x, auto y) { return _mm512_unpackhi_ps(x, y); });
+  for (int i = 0; i < LANES / 4; ++i)
+    parts[i] = pair(part[2 * i], part[2 * i + 1],
+                    [](auto x, auto y) { return (__m512)_mm512_unpacklo_pd((__m512d)x, (__m512d)y); },
+                    [](auto x, auto y) { return (__m512)_mm512_unpackhi_pd((__m512d)x, (__m512d)y); });
+  for (int count = LANES / 8; count; count /= 2)
+    for (int i = 0; i < count; ++i)
+      parts[i] = pair(part[2 * i], part[2 * i + 1], [](auto x, auto y) { return _mm512_shuffle_f32x4(x, y, 0x88); },
+                      [](auto x, auto y) { return _mm512_shuffle_f32x4(x, y, 0xdd); });
+  return (Lanes)parts[0];
+#else
+  Lanes parts[LANES];
+  transpose(from, LANES, parts);
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) parts[i] = put(parts[i], parts[i + half]);
   return parts[0];
+#endif
 }
 
 Lanes sum(Lanes one, Lanes other) { return one + other; }
@@ -317,7 +339,7 @@ struct Ahead {
   int64_t bytes;  // from vector to vector
 };
 
-// Adds to sums: rows (count, steps) times columns (steps, vectors), every sum in the order of the steps.
+// Makes sums, or adds to them (MORE): rows (count, steps) times columns (steps, vectors), each in the order of the steps.
 template <class Work>
 struct Vectors {
   using Item = typename Work::Item;
@@ -329,16 +351,17 @@ struct Vectors {
   static constexpr int MOST = 6, FEW = 3;
 #endif
 
+  template <bool MORE>
   void add(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
            Ahead ahead) const {
     if (count <= FEW && vectors % 4 == 0)
-      by<4, FEW>(rows, count, columns, steps, vectors, sums, ahead);
+      by<MORE, 4, FEW>(rows, count, columns, steps, vectors, sums, ahead);
     else
-      by<2, MOST>(rows, count, columns, steps, vectors, sums, ahead);
+      by<MORE, 2, MOST>(rows, count, columns, steps, vectors, sums, ahead);
   }
 
  private:
-  template <int VECTORS, int ROWS>
+  template <bool MORE, int VECTORS, int ROWS>
   static void by(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
                  Ahead ahead) {
     for (int64_t vector = 0; vector < vectors; vector += VECTORS, columns.first += VECTORS * columns.vector)
@@ -346,16 +369,16 @@ struct Vectors {
         as_constant<ROWS>(std::min(ROWS, count - first), [&](auto some) {
           const int64_t bytes = first ? 0 : VECTORS * ahead.bytes;
           float* sum = sums.from(first).first + vector * LANES;
-          block<decltype(some)::value, VECTORS>(rows.from(first), columns, steps, sum, sums.apart, {ahead.next, bytes});
+          block<MORE, decltype(some)::value, VECTORS>(rows.from(first), columns, steps, sum, sums.apart, {ahead.next, bytes});
           ahead.next += steps * bytes;
         });
   }
 
-  template <int ROWS, int VECTORS>
+  template <bool MORE, int ROWS, int VECTORS>
   static void block(Rows<const Item> rows, Columns<Item> columns, int64_t steps, float* sums, int64_t apart, Ahead ahead) {
     Lanes found[ROWS][VECTORS];  // copied one by one, since compilers keep in memory what is copied as a whole
     for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < VECTORS; ++v) found[r][v] = vector_at(sums + r * apart + v * LANES);
+      for (int v = 0; v < VECTORS; ++v) found[r][v] = MORE ? vector_at(sums + r * apart + v * LANES) : Lanes{};
     const Item *row = rows.first, *column = columns.first;
     for (int64_t step = 0; step < steps; ++step, column += columns.apart, row += Work::STEP, ahead.next += ahead.bytes) {
       Lanes part[VECTORS];
@@ -397,6 +420,7 @@ class Blocks {
   ~Blocks() { _tile_release(); }
 
   // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns.
+  template <bool MORE>
   void add(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
            Ahead) const {
     const int64_t row = rows.apart * sizeof(Item), column = columns.apart * sizeof(Item), sum = sums.apart * sizeof(float);
@@ -406,11 +430,18 @@ class Blocks {
         const Item *left = rows.from(first).first, *next = rows.from(first + SIDE).first;
         const Item *right = columns.first, *other = right + columns.vector;
         float *to = sums.from(first).first + vector * LANES, *below = to + SIDE * sums.apart;
-        _tile_loadd(0, to, sum);
-        _tile_loadd(1, to + SIDE, sum);
-        if (two) {
-          _tile_loadd(2, below, sum);
-          _tile_loadd(3, below + SIDE, sum);
+        if constexpr (MORE) {
+          _tile_loadd(0, to, sum);
+          _tile_loadd(1, to + SIDE, sum);
+          if (two) {
+            _tile_loadd(2, below, sum);
+            _tile_loadd(3, below + SIDE, sum);
+          }
+        } else {
+          _tile_zero(0);
+          _tile_zero(1);
+          _tile_zero(2);
+          _tile_zero(3);
         }
         for (int64_t step = 0; step < steps; step += SIDE) {
           _tile_loadd(4, left + 2 * step, row);
@@ -446,18 +477,19 @@ class Tile {
   static constexpr int STEP = Work::STEP, QUERIES = Multiply::QUERIES;
 
   Tile(const Attention<Type>& work, const Sights<Type>& sights)
-      : work_(work), sights_(sights), width_(up(work.width, PANEL)), sums(QUERIES, width_), queries_(QUERIES * width_),
-        rows_(SPAN * width_), keys_(SPAN * width_), values_(SPAN * width_), weights_(QUERIES * SPAN),
-        scores_(QUERIES * SPAN) {}
+      : work_(work), sights_(sights), width_(up(work.width, PANEL)), room_(work.tokens * work.groups > QUERIES ? PIECE : SPAN),
+        sums(QUERIES, width_), queries_(QUERIES * width_), rows_(SPAN * width_), keys_(room_ * width_),
+        values_(STEP > 1 ? room_ * width_ : 0), weights_(STEP > 1 ? QUERIES * SPAN : 0), scores_(QUERIES * SPAN) {}
 
   // Takes the queries of tile `number` of a head of keys.
   void take(int64_t row, int64_t keys_head, int64_t number) {
+    if (row != row_ || keys_head != keys_head_) ready_ = 0;
     row_ = row;
     keys_head_ = keys_head;
     first_ = number * QUERIES;
     count_ = static_cast<int>(std::min<int64_t>(QUERIES, work_.tokens * work_.groups - first_));
-    begin_ = work_.slots;
-    end_ = 0;
+    begin_ = all_end_ = work_.slots;
+    end_ = all_begin_ = 0;
     biased_ = false;
     for (int q = 0; q < count_; ++q) {
       const Steps& steps = work_.query;
@@ -465,14 +497,20 @@ class Tile {
       const Sight& sight = *(seen_[q] = sights_.of(row, head(q), token(q)));
       begin_ = std::min(begin_, sight.begin);
       end_ = std::max(end_, sight.end);
+      all_begin_ = std::max(all_begin_, sight.begin);
+      all_end_ = std::min({all_end_, sight.end, sight.straight});
       biased_ |= sight.biased;
     }
   }
 
-  // Sums over the places `from` to `to`.
+  // Sums over the places `from` to `to`, of a piece.
   void read(int64_t from, int64_t to) {
+    if (from != from_) ready_ = 0;
+    from_ = from;
     sums.clear();
+    std::fill_n(totals_, QUERIES, Lanes{});
     for (int64_t first = std::max(from, begin_) / SPAN * SPAN; first < std::min(to, end_); first += SPAN) read_span(first);
+    for (int vector = 0; vector * LANES < count_; ++vector) sums.total()[vector] = across(totals_ + vector * LANES, sum);
   }
 
   // Whether there is something to be seen from `from` to `to`.
@@ -492,6 +530,7 @@ class Tile {
   const Attention<Type>& work_;
   const Sights<Type>& sights_;
   int64_t width_;  // of queries, keys and values, filled up with zeros
+  int64_t room_;   // places whose keys and values are held as they are multiplied: those of a piece, for further tiles
 
  public:
   Sums sums;
@@ -503,8 +542,12 @@ class Tile {
   int64_t row_ = 0, keys_head_ = 0, first_ = 0;
   int count_ = 0;
   const Sight* seen_[QUERIES] = {};  // by each query
-  int64_t begin_ = 0, end_ = 0;  // of the places that any query sees
+  int64_t begin_ = 0, end_ = 0;          // of the places that any query sees
+  int64_t all_begin_ = 0, all_end_ = 0;  // of the slots that every query sees
   bool biased_ = false;
+  Lanes totals_[QUERIES];  // of weights
+  int64_t from_ = -1;      // where the piece begins of whose spans those that are `ready_` need not be made again
+  uint64_t ready_ = 0;
 
   int64_t head(int query) const { return keys_head_ * work_.groups + (first_ + query) % work_.groups; }
   int64_t token(int query) const { return (first_ + query) / work_.groups; }
@@ -512,6 +555,7 @@ class Tile {
   // Some places of a span: from its `first` one on, those from `begin` to `end`, of which each query sees its own.
   struct Part {
     const Sight* map;  // null where places are slots
+    bool whole;        // whether every query sees all of the span
     int64_t first, begin, end;
     int32_t begins[QUERIES], ends[QUERIES];
 
@@ -520,12 +564,13 @@ class Tile {
 
   // Reads a span for those queries first for whom places are slots, and then for others.
   void read_span(int64_t first) {
+    if (all_begin_ <= first && first + SPAN <= all_end_) return read_part({nullptr, true, first, first, first + SPAN, {}, {}});
     bool done[QUERIES] = {};
     for (int q = 0; q < count_; ++q) {
       if (done[q]) continue;
       const Sight* sight = seen_[q];
       const bool straight = sight->straight_until(first + SPAN);
-      Part part{straight ? nullptr : sight, first, std::max(first, sight->begin), std::min(first + SPAN, sight->end), {}, {}};
+      Part part{straight ? nullptr : sight, false, first, std::max(first, sight->begin), std::min(first + SPAN, sight->end), {}, {}};
       for (int other = q; other < count_; ++other) {
         const Sight* joining = seen_[other];
         const int64_t begin = std::max(first, joining->begin), end = std::min(first + SPAN, joining->end);
@@ -543,34 +588,40 @@ class Tile {
 
   void read_part(const Part& part) {
     const int64_t count = part.end - part.first, filled = up(count, PANEL), blocks = filled / LANES, words = width_ / STEP;
-    auto* transposed = reinterpret_cast<Lanes*>(keys_.data());
-    for (int64_t block = 0; block < blocks; ++block) {  // of which the first cache holds what was made
+    const int64_t place = room_ > SPAN ? part.first - from_ : 0;
+    Number *made = keys_.data() + place * width_, *joined = values_.data() + place * width_;
+    const bool ready = part.whole && ready_ >> (place / SPAN) & 1;
+    auto* transposed = reinterpret_cast<Lanes*>(made);
+    for (int64_t block = 0; block < blocks && !ready; ++block) {  // of which the first cache holds what was made
       const Rows<const Number> keys = rows(work_.keys, part, part.first + block * LANES, LANES);
       for (int64_t i = 0; i < words; i += LANES, transposed += LANES)
         transpose(keys.first + i * STEP, keys.apart / STEP, transposed);
     }
     float* scores = scores_.data();
-    for (int q = 0; q < count_; ++q) std::fill_n(scores + q * SPAN, filled, 0.0f);
-    multiply_.add({queries_.data(), width_}, count_, {keys_.data(), LANES * STEP, LANES * width_}, words, blocks,
-                  {scores, SPAN}, ahead(work_.keys, part.first, words * blocks));
+    multiply_.template add<false>({queries_.data(), width_}, count_, {made, LANES * STEP, LANES * width_}, words, blocks,
+                                  {scores, SPAN}, ahead(work_.keys, part.first, words * blocks));
     if (biased_) add_bias(part);
-    hide(part, filled);
+    if (!part.whole) hide(part, filled);
     for (int vector = 0; vector * LANES < count_; ++vector) weigh(vector, blocks);
     const int64_t steps = up(up(count, STEP) / STEP, Multiply::STEPS), vectors = width_ / LANES;
-    const Rows<const Number> values = rows(work_.values, part, part.first, steps * STEP);
+    const Ahead later = ahead(work_.values, part.first, steps * vectors);
     if constexpr (STEP == 1) {
-      multiply_.add({scores, SPAN}, count_, {values.first, values.apart, LANES}, steps, vectors, {sums.values(), width_},
-                    ahead(work_.values, part.first, steps * vectors));
+      const Rows<const Number> values = rows(work_.values, part, part.first, steps);
+      multiply_.template add<true>({scores, SPAN}, count_, {values.first, values.apart, LANES}, steps, vectors,
+                                   {sums.values(), width_}, later);
 #if defined(__AVX512BF16__)
     } else {
       for (int q = 0; q < count_; ++q)
         join(reinterpret_cast<Lanes*>(scores + q * SPAN), blocks, weights_.data() + q * SPAN);
-      for (int64_t step = 0; step < steps; ++step)
-        join(values.from(2 * step).first, values.from(2 * step + 1).first, width_, values_.data() + 2 * step * width_);
-      multiply_.add({weights_.data(), SPAN}, count_, {values_.data(), 2 * width_, 2 * LANES}, steps, vectors,
-                    {sums.values(), width_}, ahead(work_.values, part.first, steps * vectors));
+      const Rows<const Number> values = ready ? Rows<const Number>{} : rows(work_.values, part, part.first, steps * STEP);
+      for (int64_t step = 0; step < steps && !ready; ++step)
+        join(values.from(2 * step).first, values.from(2 * step + 1).first, width_, joined + 2 * step * width_);
+      multiply_.template add<true>({weights_.data(), SPAN}, count_, {joined, 2 * width_, 2 * LANES}, steps, vectors,
+                                   {sums.values(), width_}, later);
 #endif
     }
+    const uint64_t bit = uint64_t{1} << (place / SPAN);
+    ready_ = part.whole && room_ > SPAN ? ready_ | bit : ready_ & ~bit;
   }
 
   // Scales the scores, and adds what the mask adds.
@@ -600,32 +651,30 @@ class Tile {
   void weigh(int vector, int64_t blocks) {
     const float scale = biased_ ? 1 : work_.scale;
     const int some = std::min(LANES, count_ - vector * LANES);
-    Lanes found[LANES] = {}, transposed[LANES];
+    Lanes found[LANES] = {};
     auto* scores = reinterpret_cast<Lanes*>(scores_.data()) + vector * LANES * (SPAN / LANES);
+    Lanes* totals = totals_ + vector * LANES;
     for (int q = 0; q < some; ++q) {
       const Lanes* score = scores + q * (SPAN / LANES);
       found[q] = score[0];
       for (int64_t i = 1; i < blocks; ++i) found[q] = greater(score[i], found[q]);
     }
-    transpose(found, LANES, transposed);
     Lanes& greatest = sums.greatest()[vector];
-    const Lanes most = greater(fold(transposed, greater) * scale, greatest), shifts = most == NOTHING ? Lanes{} : most;
+    const Lanes most = greater(across(found, greater) * scale, greatest), shifts = most == NOTHING ? Lanes{} : most;
     if (any(most != greatest)) {
-      sums.scale(vector, exponential(greatest - shifts), some);
+      const Lanes factors = exponential(greatest - shifts);
+      sums.scale(vector, factors, some);
+      for (int q = 0; q < some; ++q) totals[q] *= factors[q];
       greatest = most;
     }
     for (int q = 0; q < some; ++q) {
       Lanes* score = scores + q * (SPAN / LANES);
       const Lanes shift = Lanes{} + shifts[q];
-      Lanes total = {};
       for (int64_t i = 0; i < blocks; ++i) {
         score[i] = exponential(fused(score[i], scale, -shift));
-        total += score[i];
+        totals[q] += score[i];
       }
-      found[q] = total;
     }
-    transpose(found, LANES, transposed);
-    sums.total()[vector] += fold(transposed, sum);
   }
 
   // What will be read of a store after the span from `first` on; behind the last slot there may be nothing, which is no
