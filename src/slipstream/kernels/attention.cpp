@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t SPAN = 64;
 constexpr int64_t PIECE = 512;
+constexpr int64_t TILES = 8;  // whose sums the second cache holds
 constexpr float HIDDEN = -1e30f;       // what a mask adds where nothing is to be seen
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -259,17 +260,17 @@ class Buffer {
 class Sums {
  public:
   Sums(int queries, int64_t width)
-      : vectors_(queries / LANES), width_(width), lanes_(2 * queries), values_(queries * width) {
+      : vectors_(queries / LANES), width_(width), size_(size(queries, width)), found_(size_) {
     clear();
   }
 
   static int64_t size(int queries, int64_t width) { return (2 + width) * queries; }
 
-  Lanes* greatest() { return reinterpret_cast<Lanes*>(lanes_.data()); }
+  Lanes* greatest() { return reinterpret_cast<Lanes*>(found_.data()); }
   Lanes* total() { return greatest() + vectors_; }
-  float* values() { return values_.data(); }  // (queries, width)
+  float* values() { return found_.data() + 2 * vectors_ * LANES; }  // (queries, width)
   const float* of(int query) { return values() + query * width_; }
-  float total_of(int query) { return lanes_.data()[vectors_ * LANES + query]; }
+  float total_of(int query) { return found_.data()[vectors_ * LANES + query]; }
 
   void clear() {
     std::fill_n(greatest(), vectors_, Lanes{} + NOTHING);
@@ -286,10 +287,8 @@ class Sums {
     }
   }
 
-  void save(float* to) {
-    std::copy_n(lanes_.data(), 2 * vectors_ * LANES, to);
-    std::copy_n(values(), vectors_ * LANES * width_, to + 2 * vectors_ * LANES);
-  }
+  const float* saved() { return found_.data(); }
+  void save(float* to) { std::copy_n(saved(), size_, to); }
 
   // Adds sums over later places, as they were saved.
   void add(const float* later, int queries) {
@@ -309,8 +308,8 @@ class Sums {
 
  private:
   int vectors_;
-  int64_t width_;
-  Buffer<float> lanes_, values_;
+  int64_t width_, size_;
+  Buffer<float> found_;
 };
 
 // Rows of keys, values or what was made of them, `apart` items from each other.
@@ -516,10 +515,10 @@ class Tile {
   // Whether there is something to be seen from `from` to `to`.
   bool sees(int64_t from, int64_t to) const { return begin_ < to && from < end_; }
 
-  void write() {
+  void write(Sums& found) {
     for (int q = 0; q < count_; ++q) {
       Item* output = work_.outputs + ((row_ * work_.tokens + token(q)) * work_.heads + head(q)) * work_.width;
-      const float *values = sums.of(q), total = sums.total_of(q);
+      const float *values = found.of(q), total = found.total_of(q);
       for (int64_t i = 0; i < work_.width; ++i) output[i] = Type::round(total == 0 ? 0 : values[i] / total);
     }
   }
@@ -739,36 +738,68 @@ class Tile {
   }
 };
 
-// Every tile reads its pieces, the tiles of the same keys one after the other; whoever reads the last piece of a tile puts
-// them together.
+// A thread takes tiles whole, TILES at a time, which read a piece one after the other. Of few tiles the threads share the
+// pieces; whoever reads the last piece of a tile puts them together.
 template <class Type, class Multiply>
 void attend_all(const Attention<Type>& work) {
   using Work = Tile<Type, Multiply>;
   const Sights<Type> sights(work);
   const int64_t queries = work.tokens * work.groups, tiles = up(queries, Work::QUERIES) / Work::QUERIES;
-  const int64_t pieces = work.pieces(), keys_heads = work.heads / work.groups, all = work.rows * keys_heads * tiles;
-  const int64_t saved = Sums::size(Work::QUERIES, up(work.width, PANEL));
-  std::unique_ptr<float[]> partial(pieces > 1 ? new float[all * pieces * saved] : nullptr);
-  std::vector<std::atomic<int64_t>> left(pieces > 1 ? all : 0);
-  for (auto& count : left) count = pieces;
+  const int64_t pieces = work.pieces(), keys_heads = work.heads / work.groups, heads = work.rows * keys_heads;
+  const int64_t sets = up(tiles, TILES) / TILES, all = heads * tiles, threads = torch::stable::get_num_threads();
+  const int64_t width = up(work.width, PANEL), saved = Sums::size(Work::QUERIES, width);
   const int64_t cost = std::min<int64_t>(Work::QUERIES, queries) * std::min(PIECE, work.slots) * work.width * 2 / (tiles > 1 ? 2 : 1);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, cost));
+  if (threads == 1 || heads * sets >= 4 * threads) {
+    slipstream::parallel_for(0, heads * sets, share, [&](int64_t begin, int64_t end) {
+      Work tile(work, sights);
+      std::vector<Sums> found;
+      for (int64_t i = 0; i < (pieces > 1 ? std::min(TILES, tiles) : 0); ++i) found.emplace_back(Work::QUERIES, width);
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t head = item / sets, turn = item % sets, first = TILES * (turn % 2 ? sets - 1 - turn / 2 : turn / 2);
+        const auto each = [&](auto&& body) {  // early tokens see less than late ones, which take turns
+          for (int64_t i = 0; i < std::min(TILES, tiles - first); ++i) {
+            tile.take(head / keys_heads, head % keys_heads, first + i);
+            body(pieces > 1 ? found[i] : tile.sums);
+          }
+        };
+        if (pieces == 1) {
+          each([&](Sums& sums) {
+            tile.read(0, PIECE);
+            tile.write(sums);
+          });
+          continue;
+        }
+        each([](Sums& sums) { sums.clear(); });
+        for (int64_t from = 0; from < pieces * PIECE; from += PIECE)
+          each([&](Sums& sums) {
+            if (!tile.sees(from, from + PIECE)) return;
+            tile.read(from, from + PIECE);
+            sums.add(tile.sums.saved(), tile.queries());
+          });
+        each([&](Sums& sums) { tile.write(sums); });
+      }
+    });
+    return;
+  }
+  std::unique_ptr<float[]> partial(new float[all * pieces * saved]);
+  std::vector<std::atomic<int64_t>> left(all);
+  for (auto& count : left) count = pieces;
   slipstream::parallel_for(0, all * pieces, share, [&](int64_t begin, int64_t end) {
     Work tile(work, sights);
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t head = item / tiles / pieces, piece = item / tiles % pieces, number = head * tiles + item % tiles;
+      const int64_t head = item / tiles / pieces, from = item / tiles % pieces * PIECE, number = head * tiles + item % tiles;
+      float* of_tile = partial.get() + number * pieces * saved;
       tile.take(head / keys_heads, head % keys_heads, item % tiles);
-      const bool sees = tile.sees(piece * PIECE, (piece + 1) * PIECE);
-      if (sees || pieces == 1) tile.read(piece * PIECE, (piece + 1) * PIECE);
-      if (pieces > 1) {
-        float* of_tile = partial.get() + number * pieces * saved;
-        if (sees) tile.sums.save(of_tile + piece * saved);
-        if (left[number].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-        tile.sums.clear();
-        for (int64_t each = 0; each < pieces; ++each)
-          if (tile.sees(each * PIECE, (each + 1) * PIECE)) tile.sums.add(of_tile + each * saved, tile.queries());
+      if (tile.sees(from, from + PIECE)) {
+        tile.read(from, from + PIECE);
+        tile.sums.save(of_tile + from / PIECE * saved);
       }
-      tile.write();
+      if (left[number].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+      tile.sums.clear();
+      for (int64_t each = 0; each < pieces; ++each)
+        if (tile.sees(each * PIECE, (each + 1) * PIECE)) tile.sums.add(of_tile + each * saved, tile.queries());
+      tile.write(tile.sums);
     }
   });
 }
