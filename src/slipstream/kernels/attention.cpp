@@ -287,10 +287,10 @@ class Sums {
     }
   }
 
-  const float* saved() { return found_.data(); }
-  void save(float* to) { std::copy_n(saved(), size_, to); }
+  void save(float* to) { std::copy_n(found_.data(), size_, to); }
 
-  // Adds sums over later places, as they were saved.
+  // Adds sums over later places.
+  void add(Sums& later, int queries) { add(later.found_.data(), queries); }
   void add(const float* later, int queries) {
     const float* value = later + 2 * vectors_ * LANES;
     for (int v = 0; v * LANES < queries; ++v) {
@@ -738,68 +738,53 @@ class Tile {
   }
 };
 
-// A thread takes tiles whole, TILES at a time, which read a piece one after the other. Of few tiles the threads share the
-// pieces; whoever reads the last piece of a tile puts them together.
+// Sets of tiles read a piece one after the other. Threads take sets whole; of few sets they share the pieces, and whoever
+// reads the last piece of a tile puts them together.
 template <class Type, class Multiply>
 void attend_all(const Attention<Type>& work) {
   using Work = Tile<Type, Multiply>;
   const Sights<Type> sights(work);
   const int64_t queries = work.tokens * work.groups, tiles = up(queries, Work::QUERIES) / Work::QUERIES;
   const int64_t pieces = work.pieces(), keys_heads = work.heads / work.groups, heads = work.rows * keys_heads;
-  const int64_t sets = up(tiles, TILES) / TILES, all = heads * tiles, threads = torch::stable::get_num_threads();
+  const int64_t together = pieces > 1 ? std::min(TILES, tiles) : 1, sets = up(tiles, together) / together;
+  const int64_t threads = torch::stable::get_num_threads(), shares = threads == 1 || heads * sets >= 4 * threads ? 1 : pieces;
   const int64_t width = up(work.width, PANEL), saved = Sums::size(Work::QUERIES, width);
+  std::unique_ptr<float[]> partial(shares > 1 ? new float[heads * tiles * shares * saved] : nullptr);
+  std::vector<std::atomic<int64_t>> left(shares > 1 ? heads * tiles : 0);
+  for (auto& count : left) count = shares;
   const int64_t cost = std::min<int64_t>(Work::QUERIES, queries) * std::min(PIECE, work.slots) * work.width * 2 / (tiles > 1 ? 2 : 1);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, cost));
-  if (threads == 1 || heads * sets >= 4 * threads) {
-    slipstream::parallel_for(0, heads * sets, share, [&](int64_t begin, int64_t end) {
-      Work tile(work, sights);
-      std::vector<Sums> found;
-      for (int64_t i = 0; i < (pieces > 1 ? std::min(TILES, tiles) : 0); ++i) found.emplace_back(Work::QUERIES, width);
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t head = item / sets, turn = item % sets, first = TILES * (turn % 2 ? sets - 1 - turn / 2 : turn / 2);
-        const auto each = [&](auto&& body) {  // early tokens see less than late ones, which take turns
-          for (int64_t i = 0; i < std::min(TILES, tiles - first); ++i) {
-            tile.take(head / keys_heads, head % keys_heads, first + i);
-            body(pieces > 1 ? found[i] : tile.sums);
-          }
-        };
-        if (pieces == 1) {
-          each([&](Sums& sums) {
-            tile.read(0, PIECE);
-            tile.write(sums);
-          });
-          continue;
-        }
-        each([](Sums& sums) { sums.clear(); });
-        for (int64_t from = 0; from < pieces * PIECE; from += PIECE)
-          each([&](Sums& sums) {
-            if (!tile.sees(from, from + PIECE)) return;
-            tile.read(from, from + PIECE);
-            sums.add(tile.sums.saved(), tile.queries());
-          });
-        each([&](Sums& sums) { tile.write(sums); });
-      }
-    });
-    return;
-  }
-  std::unique_ptr<float[]> partial(new float[all * pieces * saved]);
-  std::vector<std::atomic<int64_t>> left(all);
-  for (auto& count : left) count = pieces;
-  slipstream::parallel_for(0, all * pieces, share, [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, heads * shares * sets, share, [&](int64_t begin, int64_t end) {
     Work tile(work, sights);
+    std::vector<Sums> found;
+    for (int64_t i = 0; i < together && pieces > 1; ++i) found.emplace_back(Work::QUERIES, width);
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t head = item / tiles / pieces, from = item / tiles % pieces * PIECE, number = head * tiles + item % tiles;
-      float* of_tile = partial.get() + number * pieces * saved;
-      tile.take(head / keys_heads, head % keys_heads, item % tiles);
-      if (tile.sees(from, from + PIECE)) {
-        tile.read(from, from + PIECE);
-        tile.sums.save(of_tile + from / PIECE * saved);
-      }
-      if (left[number].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-      tile.sums.clear();
-      for (int64_t each = 0; each < pieces; ++each)
-        if (tile.sees(each * PIECE, (each + 1) * PIECE)) tile.sums.add(of_tile + each * saved, tile.queries());
-      tile.write(tile.sums);
+      const int64_t head = item / (shares * sets), part = item / sets % shares, turn = item % sets;
+      // Early sets see less than late ones, which take turns with them.
+      const int64_t first = together * (turn % 2 ? sets - 1 - turn / 2 : turn / 2), last = std::min(tiles, first + together);
+      const auto each = [&](auto&& body) {
+        for (int64_t i = first; i < last; ++i) {
+          tile.take(head / keys_heads, head % keys_heads, i);
+          body(pieces > 1 ? found[i - first] : tile.sums, head * tiles + i);
+        }
+      };
+      each([](Sums& sums, int64_t) { sums.clear(); });
+      for (int64_t piece = pieces * part / shares; piece < pieces * (part + 1) / shares; ++piece)
+        each([&](Sums& sums, int64_t) {
+          if (!tile.sees(piece * PIECE, (piece + 1) * PIECE)) return;
+          tile.read(piece * PIECE, (piece + 1) * PIECE);
+          if (pieces > 1) sums.add(tile.sums, tile.queries());
+        });
+      each([&](Sums& sums, int64_t number) {
+        if (shares > 1) {
+          float* of_tile = partial.get() + number * shares * saved;
+          sums.save(of_tile + part * saved);
+          if (left[number].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+          sums.clear();
+          for (int64_t i = 0; i < shares; ++i) sums.add(of_tile + i * saved, tile.queries());
+        }
+        tile.write(sums);
+      });
     }
   });
 }
