@@ -115,18 +115,19 @@ WORTHWHILE = 1 << 26
 
 
 def self_draft_proposal(scorer: Any, least: int = WORTHWHILE) -> list[str]:
-    """Return a sentence that proposes the target's own weights in 4 bits as its draft, in a list.
+    """Return a sentence that proposes the target's own weights in fewer bits as its draft, in a list.
 
-    The list is empty where that is not possible, and where the linear layers take fewer than `least` bytes or have
-    4 bits already.
+    They are 4, or 8 where passes also read a source's keys, which cost as much with 4. The list is empty where that is
+    impossible, and where the linear layers take fewer than `least` bytes or have so few bits already.
     """
     if not isinstance(scorer, HasModel) or isinstance(scorer, LiesOnRanks) or quantizing_fault(scorer.model):
         return []
-    if lowest_bits(scorer.model) == 4 or layer_bytes(scorer.model) < least:
+    bits = 8 if scorer.source_form else 4
+    if (lowest_bits(scorer.model) or 16) <= bits or layer_bytes(scorer.model) < least:
         return []
     return [
-        f"{scorer.name} decodes without a draft; draft='int4' (--draft int4) drafts with its own weights in 4 bits and "
-        "leaves its texts exact, and `slipstream plan` measures whether that is faster here."
+        f"{scorer.name} decodes without a draft; draft='int{bits}' (--draft int{bits}) drafts with its own weights in "
+        f"{bits} bits and leaves its texts exact, and `slipstream plan` measures whether that is faster here."
     ]
 
 
@@ -136,15 +137,14 @@ OTHERWISE = ("tp_size", "distributed_config", "device_mesh")
 
 def target_scorer(how: ModelOptions, mode: Mode) -> AnyScorer | LeadingScorer:
     """Load a target -> its Scorer; with a plan for tensor parallelism, on all ranks. Raises ValueError."""
-    source = how.target
     if refused := [name for name in OTHERWISE if name in how.from_pretrained]:
         raise ValueError(f"{refused[0]} is not possible here: give tp_plan='auto', which divides the target by itself.")
     if how.tp_plan is None:
-        if is_sharded(source):  # the other ranks have to load it together with this one
+        if is_sharded(how.target):  # the other ranks have to load it together with this one
             raise ValueError(
-                f"this model lies on {source.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
+                f"this model lies on {how.target.tp_size} ranks already: give its name or folder, and tp_plan='auto'."
             )
-        return load_scorer(source, how.dtype, how.device, mode, **how.for_target())
+        return load_scorer(how.target, how.dtype, how.device, mode, **how.for_target())
     if not isinstance(how.target, str | Path):
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
     if how.tp_plan != "auto" and not isinstance(how.tp_plan, dict):
@@ -157,7 +157,7 @@ def target_scorer(how: ModelOptions, mode: Mode) -> AnyScorer | LeadingScorer:
     ranks = join()
     if not ranks.leads:
         raise ValueError(f"this is rank {ranks.rank}, which works for rank 0: call slipstream.follow() before load().")
-    scorer = lead(ranks, source, how.dtype, how.tp_plan, **how.for_target())
+    scorer = lead(ranks, how.target, how.dtype, how.tp_plan, **how.for_target())
     if mode.compiled:
         warnings.warn(f"{scorer.name} runs eagerly: {why_in_parts(scorer.model)}.", RuntimeWarning, stacklevel=3)
     return scorer
