@@ -51,7 +51,7 @@ class TableScorer:
 
     def extend(self, tokens: Tensor, counts: Sequence[int], first: int = 0, tree: Tree | None = None) -> Tensor:
         """Feed tokens (rows, n) to the rows from `first` on -> log probabilities (rows, n, vocab)."""
-        logits = torch.zeros(*tokens.shape, self.vocab, dtype=torch.float64)
+        laws: list[list[Sequence[float]]] = [[(1.0,) * self.vocab] * tokens.shape[1] for _ in counts]
         for r, (row, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             text = self.texts[first + r]
             held, seen = (0, None) if tree is None else tree.of_row(r)
@@ -59,8 +59,8 @@ class TableScorer:
             for j, new in enumerate(row[:count]):
                 text.append(new)
                 line = text[base:] if seen is None else [text[base + k] for k in seen[j].nonzero()[:, 0].tolist()]
-                logits[r, j] = torch.tensor(self.table((*text[:base], *line)), dtype=torch.float64).log()
-        return logits
+                laws[r][j] = self.table((*text[:base], *line))
+        return torch.tensor(laws, dtype=torch.float64).view(*tokens.shape, self.vocab).log()
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         for text, start, path in zip(self.texts[: len(starts)], starts, paths, strict=True):
