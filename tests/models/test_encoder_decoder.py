@@ -3,6 +3,7 @@ that end early, the logits are those of a fresh forward of each text alone; gree
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.backends import Native
 from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.cpu import kernel_missing
-from slipstream.kernels.packing import WHOLE, PackedLinear, can_pack, packed
+from slipstream.kernels.packing import WHOLE, PackedLinear, can_pack, lowest_bits, packed
 from slipstream.models import encoder_decoder as seq2seq
 from slipstream.models.causal import CausalScorer
 from toys import BART, FAMILIES, GREEDY, HF_VOCAB, SAMPLE, SEQ2SEQ, Family, enumerate_outcomes, tiny, total_variation
@@ -92,11 +93,15 @@ def test_own_weights_draft_with_what_the_target_read(family: str, monkeypatch: p
     model, shares = tiny(SEQ2SEQ[family]), list[float]()
     target = CausalScorer(packed(model))
     other = SameRowsDrafter(target.sharing_rows(tiny(SEQ2SEQ[family], 1), "other"))
-    for made in (drafter("int8", BuildContext(target)), other):
+    own: Any = drafter("int8", BuildContext(target))
+    for made in (own, other):
         rows = same_texts(Decoder(target, made, controller=Fixed(3)), requests(model))
         shares.append(sum(row.stats.accepted for row in rows) / sum(row.stats.drafted for row in rows))
     assert shares[0] > 0.8 > 0.5 > shares[1]
     assert sum(reads) == 4 * len(requests(model))
+    twin, keys = own.scorer.model, ("EncDecAttention.k", "encoder_attn.k_proj")  # the target alone makes these
+    assert [lowest_bits(part) for part in (twin, twin.get_encoder())] == [8, None]
+    assert {lowest_bits(part) for name, part in twin.named_modules() if name.endswith(keys)} == {None}
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -150,11 +155,10 @@ def test_the_given_model_stays_as_it_is() -> None:
 @pytest.mark.parametrize("family", ["t5", "umt5"])
 def test_control_one_bias_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """T5 alone would take the distances of every row from the longest one."""
-    model = tiny(SEQ2SEQ[family])
     monkeypatch.setattr(
         seq2seq.RowBias, "__call__", lambda bias, *args, **rest: bias.shared(bias.attention, *args, **rest)
     )
-    assert contract(model) > 100 * TOLERANCE
+    assert contract(tiny(SEQ2SEQ[family])) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
@@ -170,9 +174,8 @@ def test_control_the_same_is_caught_in_half_precision(family: str, monkeypatch: 
 
 @pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper"])
 def test_control_one_position_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(SEQ2SEQ[family])
     monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *args, **rest: places.table(*args, **rest))
-    assert contract(model) > 100 * TOLERANCE
+    assert contract(tiny(SEQ2SEQ[family])) > 100 * TOLERANCE
 
 
 def test_control_an_open_cross_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +191,9 @@ def test_padding_in_the_text_is_where_transformers_puts_it() -> None:
     """M2M100 gives the padding token no position, and does not count on it."""
     model = tiny(SEQ2SEQ["m2m_100"])
     source_ids = (5, 6, 7)
-    scorer = CausalScorer(model)
+    scorer, ids = CausalScorer(model), torch.tensor([source_ids])
     scorer.add(1, [source_ids])
     cache = None
-    ids = torch.tensor([source_ids])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for token in (START, 9, model.config.pad_token_id, 11):
         out = with_cache(model)(cache, **inputs, decoder_input_ids=torch.tensor([[token]]), use_cache=True)
@@ -240,9 +242,7 @@ def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
     ("family", "rule"),
     [
         ("t5", BLOCK),
-        pytest.param("t5", TOKEN, marks=pytest.mark.slow),
-        pytest.param("bart", BLOCK, marks=pytest.mark.slow),
-        pytest.param("bart", TOKEN, marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("t5", TOKEN), ("bart", BLOCK), ("bart", TOKEN)]),
     ],
 )
 def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:

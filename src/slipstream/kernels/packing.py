@@ -30,7 +30,7 @@ from slipstream.kernels.stored_codes import StoredLinear
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 HUGE_PAGE = 1 << 21  # bytes
-WHOLE = re.compile(r"\bencoder\.|\bencoder_attn\.[kv]_proj$")  # Whisper's layers that read 1,500 frames at once
+WHOLE = re.compile(r"\bencoder\.|\b(encoder_attn|EncDecAttention)\.[kv](_proj)?$")  # layers that read whole sources
 
 ChooseCodes = Callable[[Sequence[str]], Iterable[tuple[str, Codes]]]
 """The names of layers -> each with the codes for its weight, one after another."""
@@ -62,9 +62,9 @@ class Stretch:
 class PackedLinear(nn.Module):
     """A linear layer with a packed copy of the weight: six rows cost about what one does."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, shape: Sequence[int], bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        (self.out_features, self.in_features), self.bias = shape, bias
 
     def plain_weight(self) -> Tensor:
         """Return the weight (features, inputs) before packing, or an approximation of it if it was quantized."""
@@ -77,9 +77,8 @@ class PanelLinear(PackedLinear):
     weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, stretch: Stretch) -> None:
-        super().__init__(weight.shape[1], weight.shape[0])
+        super().__init__(weight.shape, bias)
         self.register_buffer("weight", stretch.hold(into_panels(weight)), persistent=False)
-        self.bias = bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         return panel_linear(inputs, self.weight, self.bias, self.out_features)
@@ -94,9 +93,8 @@ class BlockedLinear(PackedLinear):
     weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0])
+        super().__init__(weight.shape, bias)
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight, 8), persistent=False)
-        self.bias = bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
@@ -137,9 +135,8 @@ class QuantizedLinear(_InCodes, PackedLinear):
         `order` (in_features,) are the inputs that the codes are for, if they are not in the order of the inputs.
         Without `whole`, inputs are not rounded to 8 bits.
         """
-        features, inputs = _shape(layer)
-        super().__init__(inputs, features)
-        self.precision, self.bias, self.whole = precision, layer.bias, whole
+        super().__init__(_shape(layer), layer.bias)
+        self.precision, self.whole = precision, whole
         # It is empty; some models, as T5, read the dtype of a weight to convert their inputs.
         self.register_buffer("weight", torch.empty(0, dtype=layer.weight.dtype), persistent=False)
         self._hold(panels)
@@ -151,8 +148,7 @@ class QuantizedLinear(_InCodes, PackedLinear):
 
     def plain_weight(self) -> Tensor:
         """Return the weight that the codes stand for, in float32."""
-        shape = (self.out_features, self.in_features)
-        return StoredLinear(self.precision, self.panels, shape, self.order).weight()
+        return StoredLinear(self.precision, self.panels, _shape(self), self.order).weight()
 
 
 @contextmanager
@@ -234,9 +230,8 @@ def packed(model: PreTrainedModel) -> PreTrainedModel:
             "that needs a CPU, float32 or bfloat16, and a C++ compiler or oneDNN."
         )
     twin = twin_of(model)
-    places = [(name, layer) for name, layer in _linear_layers(twin) if not isinstance(layer, PackedLinear)]
-    if twin.main_input_name == "input_features":
-        places = [(name, layer) for name, layer in places if not WHOLE.search(name)]
+    found = _linear_layers(twin, twin.main_input_name != "input_features")
+    places = [(name, layer) for name, layer in found if not isinstance(layer, PackedLinear)]
     stretch = None
     if kernel_missing() is None:
         stretch = Stretch(sum(panel_bytes(plain_weight(layer)) for _, layer in places))
@@ -269,15 +264,17 @@ def pack_layers(network: nn.Module, precision: Precision | None = None) -> None:
 
 
 @torch.no_grad()
-def quantized(model: PreTrainedModel, precision: Precision, choose: ChooseCodes | None = None) -> PreTrainedModel:
+def quantized(
+    model: PreTrainedModel, precision: Precision, choose: ChooseCodes | None = None, reads: bool = True
+) -> PreTrainedModel:
     """Return a twin of the model that shares everything but its linear layers, whose weights are quantized.
 
     Layers with fewer features than a panel has, as routers, stay as they are. The model may be packed; it must have no
-    `quantizing_fault`. Codes are the nearest ones, or those that `choose` returns.
+    `quantizing_fault`. Codes are the nearest ones, or those that `choose` returns. What `reads` sources may stay too.
     """
     twin = twin_of(model)
     attend_by_kernel(twin)
-    places = {name: layer for name, layer in _linear_layers(twin) if _shape(layer)[0] >= PANEL}
+    places = {name: layer for name, layer in _linear_layers(twin, reads) if _shape(layer)[0] >= PANEL}
     stretch = Stretch(sum(precision.bytes_of(*_shape(layer)) for layer in places.values()))
     nearest = ((name, quantize(plain_weight(layer), precision)) for name, layer in places.items())
     for name, codes in choose(list(places)) if choose else nearest:
@@ -315,9 +312,10 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _linear_layers(model: nn.Module, reads: bool = True) -> Iterator[tuple[str, Any]]:
     for name, layer in model.named_modules(remove_duplicate=False):
-        if type(layer) in (nn.Linear, Conv1D) or isinstance(layer, PackedLinear):
+        linear = type(layer) in (nn.Linear, Conv1D) or isinstance(layer, PackedLinear)
+        if linear and (reads or not WHOLE.search(name)):
             yield name, layer
 
 

@@ -62,18 +62,19 @@ def quantized_twin(
     precision: Precision,
     kept: Tensor | None = None,
     progress: Callable[[str], object] | None = None,
+    reads: bool = True,
 ) -> PreTrainedModel:
     """Return a twin of the model with quantized weights, and a head cut to the tokens `kept` (n,) if they are given.
 
-    `progress` is called when codes are calibrated, which takes long, or were kept. The twin is tried on a text unless
-    its family is known to run quantized. Raises ValueError in one sentence if the model cannot be quantized or does not
-    run so.
+    `progress` is called when codes are calibrated, which takes long, or were kept. Without `reads`, layers that read
+    sources are shared. The twin is tried on a text unless its family is known to run quantized. Raises ValueError in
+    one sentence if the model cannot be quantized or does not run so.
     """
     if fault := quantizing_fault(model):
         raise ValueError(f"the weights of {name} cannot be quantized to {precision}: {fault}.")
     model = model if kept is None else with_kept_tokens(model, name, kept)
     choose = partial(codes_of, model, name, precision, progress) if precision.rounding == GPTQ else None
-    twin = quantized(model, precision, choose)
+    twin = quantized(model, precision, choose, reads)
     if is_proven(model):
         return twin
     try:
@@ -93,7 +94,8 @@ def quantized_part(
     `kept` (n,) cuts its head to these tokens, if given. The tokens it adds have to be rolled back before the target
     goes on. `progress` and errors are those of `quantized_twin`.
     """
-    twin = quantized_twin(target.model, target.name, precision, kept, progress)
+    reads = not target.model.config.is_encoder_decoder  # the target reads the sources for both
+    twin = quantized_twin(target.model, target.name, precision, kept, progress, reads)
     cut = "" if kept is None else f" with {len(kept)} of its tokens"
     return target.sharing_rows(twin, f"{target.name} in {precision}{cut}")
 
