@@ -19,6 +19,8 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 SAME = ("cpu", "cores", "threads", "torch", "transformers", "build")
 """The facts of the machine in which all measurements must agree, so that one document may hold them."""
+ALONE = ("contexts", "race", "race-intel")
+"""The measurements that need not agree."""
 
 Command = tuple[str, ...]
 """The words after `python`. {prompts}, {news}, {target} and {draft} stand for files or folders, and {json} for the file
@@ -152,11 +154,11 @@ def digest(folder: Path = ROOT / "src") -> str:
 def records(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Return the records of all measurements by name. Raises ValueError if machines or builds differ.
 
-    A race may be of another one: `race.py` measures it alone, and its tables say where.
+    Races and long contexts are measured alone, on several machines; their tables say where.
     """
     by_name = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     for fact in SAME:
-        values = {name: record["machine"][fact] for name, record in by_name.items() if name != "race"}
+        values = {name: record["machine"][fact] for name, record in by_name.items() if name not in ALONE}
         if len(set(values.values())) > 1:
             raise ValueError(
                 f"the figures are of several builds or machines, which differ in {fact} ({values}): "

@@ -140,7 +140,8 @@ class Book:
             if other := [name for name in mine if its.get(name) != mine[name]]:
                 sys.exit(f"{path} was measured with other {', '.join(other)}: give another --json, or remove the file.")
         begun = {"about": {}, "runs": [], "first": [], "plans": []}
-        record |= {"date": datetime.now(UTC).date().isoformat(), "commands": ["python " + command()]}
+        commands = dict.fromkeys((*record.get("commands", ()), "python " + command()))
+        record |= {"date": datetime.now(UTC).date().isoformat(), "commands": [*commands]}
         record.setdefault("figures", [begun])
         return cls(path, record)
 
@@ -197,7 +198,7 @@ def race(name: str, entries: Sequence[Entry], prompts: Any, book: Book, args: ar
                 for rows in args.rows if program.takes(way, max(args.rows)) else [1]:  # warm up
                     program.ask(**asked(way, [prompt[:32] for prompt in prompts[:rows]], rows, 8, 0.0, 0))
             program.pause()
-        for ours in (program for program in field if program.entry.program == "slipstream"):
+        for ours in (each for each in field if each.entry.program == "slipstream" and args.plans):
             predict(name, ours, prompts, book, args)
         for lap in range(args.laps):
             for rows, temperature in cells:
@@ -299,6 +300,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=64, help="new tokens of every text")
     parser.add_argument("--laps", type=int, default=5, help="0 only prints what was measured")
     parser.add_argument("--starts", type=int, default=3, help="fresh processes of each program")
+    parser.add_argument("--plans", action=argparse.BooleanOptionalAction, default=True, help="let our planner predict")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds, start-ups included")
     parser.add_argument("--json", type=Path, default=measurements.RESULTS / "race.json")

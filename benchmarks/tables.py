@@ -6,7 +6,7 @@ python benchmarks/tables.py --measure --prompts HumanEval.jsonl.gz --news NEWS.t
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`, with machine, build, date and commands below it. With
 `--measure`, `measurements.py` runs first; that takes about an hour, and nothing else should run. `race.py` measures the
-tables of the race, alone, because it needs other programs. The prompts are
+tables of races, alone and on several machines, because it needs other programs. The prompts are
 HumanEval as it is published (data set `openai_humaneval`); NEWS has a prompt per line, of any prose. transformers'
 server needs `pip install accelerate`.
 """
@@ -254,6 +254,7 @@ def waits_table(record: Record) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     **{name: ("race", make) for name, make in race_table.TABLES.items()},
+    **{f"{name}-intel": ("race-intel", make) for name, make in race_table.TABLES.items() if name != "speed"},
     "bench": ("bench", bench_table),
     "rules": ("rules", rules_table),
     "beams": ("beams", beams_table),
@@ -277,7 +278,7 @@ def section(name: str, found: Mapping[str, Record]) -> str:
         raise ValueError(f"there is no table {name}: the tables are {', '.join(TABLES)}.")
     source, write = TABLES[name]
     if source not in found:
-        how = "python benchmarks/race.py" if source == "race" else "make figures"
+        how = "python benchmarks/race.py" if source.startswith("race") else "make figures"
         return f"*Not measured with this build yet: `{how}` does it. Earlier ones: see its history.*\n"
     return f"{write(found[source])}\n\n{place(found[source])}\n"
 
