@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel
 
 
 def test_a_target_may_draft_for_itself() -> None:
-    for model, bits in ((tiny(FAMILIES["llama"]), 4), (tiny(SEQ2SEQ["t5"]), 8)):
-        (sentence,) = self_draft_proposal(CausalScorer(model, "toy"), least=0)
-        assert sentence.startswith(f"toy decodes without a draft; draft='int{bits}' (--draft int{bits})")
-        in_8_bits = CausalScorer(quantized(model, Precision(8, 64)), "toy")
-        assert self_draft_proposal(in_8_bits, least=0) == ([sentence] if bits < 8 else [])
+    for model, bits in ((tiny(FAMILIES["llama"]), 4), (tiny(SEQ2SEQ["t5"]), 8), (tiny(SEQ2SEQ["whisper"]), 8)):
+        [said] = self_draft_proposal(CausalScorer(model, "toy"), least=0)
+        assert said.startswith(f"toy decodes without a draft; draft='int{bits}' (--draft int{bits})")
+        assert ("slipstream plan" in said) == (model.config.model_type != "whisper")  # plans read no recordings
+        assert self_draft_proposal(CausalScorer(quantized(model, Precision(8, 64)), "toy"), 0) == [said] * (bits < 8)
 
 
 def test_nothing_is_proposed_where_it_would_not_work_or_not_pay() -> None:
