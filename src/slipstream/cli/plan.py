@@ -12,7 +12,6 @@ from rich.console import Console
 from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, app, say
 from slipstream.cli.console import busy, console, figures_table, human_size, steps
-from slipstream.cli.plan_fleet import FleetOptions, show_fleets
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
@@ -63,9 +62,8 @@ FigureOptions = opt.panel(  # options any of which selects a plan from known fig
 ONLY_FIGURES = {*FigureOptions}
 Output = opt.panel(
     "Output",
-    saved_plan=opt.own(str | None, None, "Show or export this plan; measure nothing.", "FILE", "--plan"),
+    saved_plan=opt.own(str | None, None, "Show this plan; measure nothing.", "FILE", "--plan"),
     save=opt.own(str | None, None, "Write the plan, for generate --plan.", "FILE"),
-    export=opt.own(list[str] | None, None, "transformers, vllm, sglang or llama.cpp. Repeatable.", "ENGINE"),
     plot=opt.own(str | None, None, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", "FILE"),
     force=opt.FORCE,
     as_json=opt.own(bool, False, "The plan with all figures as one JSON object.", flag="--json"),
@@ -74,7 +72,7 @@ Output = opt.panel(
 
 @app.command()
 @opt.with_options(
-    *(Work, Planned, Texts, FigureOptions, FleetOptions, opt.options_of(["target", "verify"], verify="block")),
+    *(Work, Planned, Texts, FigureOptions, opt.options_of(["target", "verify"], verify="block")),
     *(
         opt.grouped("compile", "task", "threads", "target", without=["tp_plan"]),
         opt.options_of([*SHAPES, "seed"]),
@@ -87,8 +85,6 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
     Example: slipstream plan --target TARGET --draft DRAFT --prompts prompts.jsonl --save plan.json
 
     Example: slipstream plan --alpha 0.8 --cost 0.05
-
-    Example: slipstream plan --plan plan.json --replicas 10 --replicas 100 --trace requests.csv --price 2.5
     """
     if _answered_at_once(context):
         return
@@ -122,7 +118,6 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
         from slipstream.plan.plot import draw
 
         draw(report, params["plot"])
-    _export(made, params["export"] or [])
     if report.interrupted:
         say("interrupted: the choice was not run to the end.")
         raise typer.Exit(INTERRUPTED)
@@ -138,27 +133,14 @@ def _answered_at_once(context: typer.Context) -> bool:
         )
         from_figures(params)
         return True
-    if params["as_json"] and params["export"]:
-        raise ValueError("--json prints one object and nothing else, so --export cannot be used with it.")
     if params["saved_plan"] is None:
-        if params["replicas"]:
-            raise ValueError("--replicas simulates from a plan that was measured before: name it with --plan.")
         return False
-    if params["replicas"]:
-        allowed = {"saved_plan", "seed", "as_json", *FleetOptions}
-        opt.refuse_others(context, allowed, "--replicas simulates from what was measured before")
-        show_fleets(Plan.read(params["saved_plan"]), params)
-        return True
-    opt.refuse_others(context, {"saved_plan", "export", "as_json"}, "--plan shows what was measured before")
-    _show_plan(Plan.read(params["saved_plan"]), params["export"] or [], params["as_json"])
+    opt.refuse_others(context, {"saved_plan", "as_json"}, "--plan shows what was measured before")
+    _show_plan(Plan.read(params["saved_plan"]), params["as_json"])
     return True
 
 
 def _check_outputs(params: dict[str, Any]) -> None:
-    from slipstream.plan.exports import check_export
-
-    for engine in params["export"] or ():
-        check_export(engine, params["target"])
     force, inputs = params["force"], [params["file"]] if params["file"] else []
     if params["save"] is not None:
         check_writable(params["save"], KIND, force, inputs)
@@ -199,23 +181,15 @@ def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -
     return engine, {name: drafter(name, context) for name in drafts}
 
 
-def _export(made: Plan, engines: Sequence[str]) -> None:
-    from slipstream.plan.exports import export
-
-    for engine in engines:
-        print(f"\n# {engine}\n{export(made, engine)}")
-
-
-def _show_plan(made: Plan, engines: Sequence[str], as_json: bool) -> None:
+def _show_plan(made: Plan, as_json: bool) -> None:
     if as_json:
         print(json_text(made.as_dict(), ensure_ascii=False))
-    elif not engines:
+    else:
         gammas = ", ".join(f"{gamma} for {rows}" for rows, gamma in sorted(made.gammas.items()))
         what = f"draft {made.models.draft}, gamma by rows: {gammas}" if made.speculates else "do not speculate"
         how = f"{made.models.verify} verification, temperature {made.temperature:g}, {made.models.dtype}"
         target, date = made.models.target or "the embedded pair", made.machine.get("date", "elsewhere")
         print(f"{target}: {what}\n{how}; measured {date}")
-    _export(made, engines)
 
 
 # ---- figures alone ---------------------------------------------------------------------------------------------------

@@ -155,29 +155,22 @@ class Speed:
 
 def sweep(
     decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step
-) -> tuple[list[tuple[int, Beat]], list[Record], Speed]:
-    """Measure plain decoding and every drafter in turns -> plain rounds of full batches, a record per drafter, and the
-    target's prefill."""
+) -> tuple[list[tuple[int, Beat]], list[Record]]:
+    """Measure plain decoding and every drafter in turns -> plain rounds of full batches, and a record per drafter."""
     records = [Record(most, len(task.texts), task.rows) for _ in drafters]
     calm: list[tuple[int, Beat]] = []
-    reading = Speed()
     warm_up(decoder, drafters, task, most, step)
     for number, part in enumerate(task.parts()):
         requests = task.requests(part)
         gc.collect()
         step("plain")
-        timed = list(beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests))
+        timed = beats(using(decoder, NoDraft(), Fixed(0), task.rows), requests)
         calm += [(number, beat) for _, beat in timed if beat.rows == task.rows]
-        rows = {row.index: row for round, _ in timed for row in round.rows}.values()
-        reading += Speed(
-            sum(len(request.source or request.prompt) for request in requests),
-            sum(row.stats.seconds.get("prefill", 0.0) for row in rows),
-        )
         for record, drafter in zip(records, drafters, strict=True):
             step("acceptance and costs")
             for round, beat in beats(using(decoder, drafter, Sweep(most, 4 * number), task.rows), requests):
                 record.take(round, beat, number, part)
-    return calm, records, reading
+    return calm, records
 
 
 def warm_up(decoder: Decoder, drafters: Sequence[Drafter], task: PlanTask, most: int, step: Step) -> None:

@@ -105,7 +105,6 @@ class PlanReport:
     environment: dict[str, Any]
     settings: PlanSettings
     prompt_tokens: tuple[int, int]
-    reading: Speed = field(default_factory=Speed)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
     verifications: list[MeasuredComparison] = field(default_factory=list)
@@ -141,7 +140,6 @@ class PlanReport:
         found = {
             "settings": settings,
             "prompt_tokens": self.prompt_tokens,
-            "reading": {"tokens": self.reading.tokens, "seconds": self.reading.seconds},
             "memory": self.memory,
             "outlooks": outlooks,
             "draft": self.draft,
@@ -187,8 +185,7 @@ def make(
             on_step(next(done), count, name)
 
     for task in tasks:
-        plain, records, reading = sweep(decoder, list(drafters.values()), task, settings.most, step)
-        report.reading += reading
+        plain, records = sweep(decoder, list(drafters.values()), task, settings.most, step)
         report.outlooks[task.rows] = {
             name: predict(
                 record.tallies,

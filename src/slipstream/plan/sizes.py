@@ -85,7 +85,7 @@ def measure_candidates(
     scorers = [load_scorer(copy.deepcopy(each).eval().to(target.model.dtype), mode=mode) for each in models.values()]
     drafters = [ModelDrafter(scorer, target.vocab) for scorer in scorers]
     task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
-    plain, records, _ = sweep(engine.decoder, drafters, task, gamma, lambda what: None)
+    plain, records = sweep(engine.decoder, drafters, task, gamma, lambda what: None)
     for (name, model), record in zip(models.items(), records, strict=True):
         costs = record.costs(plain)
         verify = [1.0, *((costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1))]
