@@ -135,9 +135,8 @@ def _loaded(target: str | Path, drafts: Mapping[str, str | Path], how: Loading) 
     options: dict[str, Any] = {"compile": how.compile, "progress": how.progress, "task": how.task, "verify": TOKEN}
     engine = load(target, dtype=how.dtype, encoder_dtype=how.encoder_dtype, device=how.device, **options)
     mode = Mode(how.compile, ahead=GAMMAS, progress=how.progress)
-    context = BuildContext(
-        engine.decoder.target, engine.tokenizer, how.draft_dtype or how.dtype, how.device, mode=mode, waits=True
-    )
+    dtype = how.draft_dtype or how.dtype
+    context = BuildContext(engine.decoder.target, engine.tokenizer, dtype, how.device, mode=mode)
     scorers = dict[str, Scorer]()
     for name, source in drafts.items():
         made = drafter(str(source), context)

@@ -19,7 +19,6 @@ from slipstream.core.round import Context
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, COUPLED, MATCH, TOKEN, Rule
-from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
@@ -32,7 +31,7 @@ from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.same_rows import exit_drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
-from toys.drafts import Altered, AtOnce, first_tokens, flat
+from toys.drafts import Altered, first_tokens, flat
 from toys.enumeration import total_variation
 from toys.families import FAMILIES, tiny
 from toys.tables import PAIRS, VOCAB, dirichlet_table, plain_law, scorer
@@ -67,8 +66,6 @@ def eagle3(target: CausalScorer) -> HeadDrafter:
 
 MADE: dict[str, Callable[[Any], Drafter]] = {
     "model": lambda target: small(),
-    "ahead": lambda target: AheadDrafter(small(), AtOnce()),
-    "choice with ahead": lambda target: Choice([Lookup(), AheadDrafter(small(), AtOnce())]),
     "tree": lambda target: TreeDrafter(scorer(DRAFT, "draft"), (2, 1)),
     "ngram": lambda target: Ngram(GRAMS, VOCAB),
     "lookup": lambda target: Lookup(),

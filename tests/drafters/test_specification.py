@@ -94,7 +94,7 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("lookup?size=3", "'lookup' has no option 'size': it knows prompt_lookup_num_tokens"),
         ("lookup?factor=much", "factor='much' is not possible: write a number"),
         ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
-        ("small?ahead=maybe", "ahead='maybe'"),
+        ("datastore:x?own=maybe", "own='maybe' is not possible: write true or false"),
         ("./nowhere", "no such folder"),
         ("embedded?quantize=int3", "quantize='int3' is not possible: write int8, int4, or"),
         ("embedded?quantize=int4?group=7", "int4.group=7' is not possible: write int8, int4, or"),

@@ -1,7 +1,6 @@
 """Drafts for some rows, drafters that are changed, and the law of the texts that they lead to."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,12 +165,3 @@ def flat(draft: Draft) -> Draft:
     """A fault of drafters on three tokens: the same draft, said to be drawn evenly."""
     even = torch.full((*draft.tokens.shape, VOCAB), 1 / VOCAB, dtype=torch.float64)
     return draft if draft.law is None else replace(draft, law=Law(probs=even))
-
-
-class AtOnce(Executor):
-    """An executor that has done everything when it is asked."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done = Future[Any]()
-        done.set_result(function(*args, **kwargs))
-        return done

@@ -93,8 +93,6 @@ class Draft:
     `parts` are what a draft was made from that was not drawn token by token: the drafts that it was chosen from, or the
     rounds of a draft that is drafted itself. Decoding does not read them; a certificate does.
 
-    `ahead` counts, per row, the tokens that were ready when the round began.
-
     `counts` are the lengths as a tensor (rows,), for verification in a graph that serves drafts of different lengths.
     """
 
@@ -105,7 +103,6 @@ class Draft:
     parents: tuple[int, ...] | None = None
     replacement: bool = False
     parts: tuple[ScopedDraft, ...] = ()
-    ahead: tuple[int, ...] = ()
     counts: Tensor | None = None
 
     @property
@@ -163,7 +160,6 @@ class Draft:
             lengths=tuple(self.lengths[place] for place in places),
             windowed=tuple(self.windowed[place] for place in places) if self.windowed else (),
             parts=(),
-            ahead=tuple(self.ahead[place] for place in places) if self.ahead else (),
         )
 
 

@@ -15,8 +15,7 @@ class Stats:
     each row it serves. `relaxed` and `distance` are the price of lossy rules. `seconds` are shared by the rows of a
     round in equal parts, so that sums stay true. `levels` are the counts inside a draft that is itself drafted: by
     model, with that model in the place of the target. `cached` are tokens of prompts that were not read, because their
-    cache entries were taken over. `ahead` drafted tokens were ready when their round began, because the draft had
-    gone on while the target verified. `predicted` drafted tokens were copied from the request's prediction, and
+    cache entries were taken over. `predicted` drafted tokens were copied from the request's prediction, and
     `predicted_accepted` of them were accepted. `undrafted` counts rounds without the draft requested from another
     machine, by reason: "late", "refused", "disconnected".
     """
@@ -29,7 +28,6 @@ class Stats:
     target_calls: int = 0
     windowed: int = 0
     cached: int = 0
-    ahead: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
     relaxed: int = 0
@@ -92,7 +90,7 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
-            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached", "ahead"),
+            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached"),
             *("predicted", "predicted_accepted", "tokens_per_second", "relaxed", "mean_distance"),
         )
         levels = {name: stats.as_dict() for name, stats in self.levels.items()}

@@ -17,8 +17,7 @@ class BuildContext:
     """The target for which a draft is built, and how other models are loaded. `notes` collects notes for the user.
 
     `drafted`: another draft drafts for the one that is built. `independent`: siblings of the `tree` are drawn
-    independently of each other, as rules of several paths require. `waits`: nothing is drafted ahead, because no target
-    in this process verifies the draft.
+    independently of each other, as rules of several paths require.
     """
 
     target: Scorer
@@ -30,7 +29,6 @@ class BuildContext:
     mode: Mode = EAGER
     drafted: bool = False
     independent: bool = False
-    waits: bool = False
 
     def kept_tokens(self, wanted: FrequentTokens | None) -> Tensor | None:
         """Return the ids (n,) of the tokens to which a draft's head is cut; None if it is not cut."""

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from slipstream.core.protocols import Drafter, HasModel, LiesOnRanks, Scorer, SeesWindows
 from slipstream.core.values import switch
 from slipstream.decoding.decoder import NoDraft
-from slipstream.drafters.ahead import ahead_or_waiting
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.cross_tokenizer.token_intersection import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
@@ -67,7 +66,7 @@ def kind(form: str, about: str, **options: Callable[[str], Any]) -> Callable[[Bu
 
 
 CUT: Parsers = {"draft_vocab": FrequentTokens.parse}
-MODEL: Parsers = {"dtype": str, "device": str, **CUT, "quantize": Precision.read, "ahead": switch, "adapter": str}
+MODEL: Parsers = {"dtype": str, "device": str, **CUT, "quantize": Precision.read, "adapter": str}
 OWN_WEIGHTS: Parsers = {"group": int, "rounding": str, **CUT}
 FILES: Parsers = {"key_file": str, "ca_file": str}
 SERVER: Parsers = {"timeout_ms": float, "trust": switch, "top": int, "ahead": switch, **FILES}
@@ -84,10 +83,9 @@ def build_model(
     source: Any,
     vocabulary: str | None = None,
     draft_vocab: FrequentTokens | None = None,
-    ahead: bool | None = None,
     **loading: Any,
 ) -> Drafter:
-    """Build the drafter for a draft model: a hub name, a folder or a loaded model; `ahead` as in `ahead_or_waiting`."""
+    """Build the drafter for a draft model: a hub name, a folder or a loaded model."""
     tokenizer, kept = find_tokenizer(source, adapter=loading.get("adapter")), context.kept_tokens(draft_vocab)
     dtype, device = loading.pop("dtype", None) or context.dtype, loading.pop("device", None) or context.device
     mode = replace(context.mode, precision=loading.pop("quantize", None))
@@ -100,11 +98,8 @@ def build_model(
     if vocabulary or not same_vocabulary(context.target, scorer, context.tokenizer, tokenizer):
         if draft_vocab:
             raise ValueError(f"draft_vocab counts the target's tokens, and {scorer.name} has others: leave it out.")
-        made = _foreign(context, scorer, tokenizer, vocabulary)
-    else:
-        made = context.drafting(scorer)
-    meanwhile = not (context.waits or context.drafted or context.mode.compiled)
-    return ahead_or_waiting(made, context.target if meanwhile else None, ahead)
+        return _foreign(context, scorer, tokenizer, vocabulary)
+    return context.drafting(scorer)
 
 
 def _foreign(context: BuildContext, scorer: Scorer, tokenizer: Any, method: str | None) -> Drafter:

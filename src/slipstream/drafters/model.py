@@ -35,6 +35,3 @@ class ModelDrafter:
 
     def observe(self, round: Round) -> None:
         self._follower.rollback(round)
-
-    def trim(self) -> None:
-        self._follower.trim()

@@ -156,7 +156,7 @@ def _chain(parts: Sequence[DrafterTerm], context: BuildContext) -> Drafter:
     faster[-1] = replace(faster[-1], options=tuple(options.items()))
     source: Any = EMBEDDED / "draft" if last.kind == "embedded" else last.value
     own = None if last.kind in QUANTIZED else find_tokenizer(source)
-    inside = replace(context, target=model.scorer, tokenizer=own or context.tokenizer, waits=True)
+    inside = replace(context, target=model.scorer, tokenizer=own or context.tokenizer)
     return ChainDrafter(model.scorer, _chain(faster, inside), model.vocab, **step)
 
 

@@ -214,8 +214,6 @@ def figures(stats: Stats) -> list[tuple[str, str, str]]:
         lines.append(("mean distance", _number(stats.mean_distance, 4), "total variation from the target"))
     if stats.windowed:
         lines.append(("windowed", str(stats.windowed), "drafted from a shortened prefix"))
-    if stats.ahead:
-        lines.append(("ahead", str(stats.ahead), "drafted while the target verified the round before"))
     if stats.undrafted:
         reasons = ", ".join(f"{reason} {rounds}" for reason, rounds in sorted(stats.undrafted.items()))
         lines.append(("undrafted", str(sum(stats.undrafted.values())), f"rounds without the remote draft: {reasons}"))

@@ -12,7 +12,6 @@ import torch
 
 from slipstream.core.protocols import Scorer
 from slipstream.decoding.decoder import Decoder
-from slipstream.drafters.ahead import AheadDrafter
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.kernels import library
@@ -80,4 +79,4 @@ def without_folder(text: str) -> str:
 
 def scorers(decoder: Decoder) -> list[Scorer]:
     drafter = decoder.drafter
-    return [decoder.target, *([drafter.scorer] if isinstance(drafter, ModelDrafter | AheadDrafter) else [])]
+    return [decoder.target, *([drafter.scorer] if isinstance(drafter, ModelDrafter) else [])]

@@ -64,7 +64,7 @@ def build(
     size = sizes[0] if sizes else _size(reader)
     # Of the clients' targets only the size of their vocabulary is known.
     target: Any = SimpleNamespace(vocab=size, name="the clients' target", source_form=None)
-    context = BuildContext(target, reader, dtype, device, mode=Mode(compile), waits=True)
+    context = BuildContext(target, reader, dtype, device, mode=Mode(compile))
     return drafter(draft, context), VocabularySketch.of(size, reader)
 
 
