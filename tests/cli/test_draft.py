@@ -167,18 +167,6 @@ def test_a_damaged_target_is_one_sentence_and_no_file(
     assert not (tmp_path / "heads").exists()
 
 
-@pytest.mark.slow
-def test_the_search_says_what_to_use_or_not(small: None, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("def f(a):")
-    words = ("draft", "build", "exit", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--gamma", "2")
-    result = run(*words)
-    assert result.exit_code == 0, result.output
-    assert "plain decoding:" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith(("use --draft exit:", "do not draft"))
-    found = json.loads(run(*words, "--first", "--json").stdout)
-    assert [trial["layers"] for trial in found["trials"]] == ["1"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -191,7 +179,7 @@ def test_the_search_says_what_to_use_or_not(small: None, tmp_path: Path) -> None
         ("ngram:x {}/bad.jsonl", ":2: the line must be a JSON object"),
         ("ngram:x {}/a.py --steps 3", "ngram is built without them, so --steps cannot be used with it"),
         ("ngram: {}/a.py", "'ngram:' cannot be built: give ngram:FILE"),
-        ("exit:3 {}/a.py", "'exit:3' cannot be built"),
+        ("exit {}/a.py", "'exit' cannot be built"),
         ("lookup {}/a.py", "'lookup' cannot be built"),
         ("ngram:x", "ngram:x is made of texts: give a SOURCE"),
         ("datastore:s {}/absent", "no such file"),

@@ -241,7 +241,6 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
     "draft list": (2, 80, ((),)),
     "draft build": (8, 400, ((),)),
     "draft build heads:new": (2, 110, (TRAINING,)),
-    "draft build exit": (2, 60, (("prompts.txt", "--max-new-tokens", "2", "--target", "tiny", "--first"),)),
     "draft forget": (3, 80, ((),)),
     "distill": (0, 30, (("--steps", "1", "--rows", "1", "--length", "8", "--write", "0", "--measure-every", "1"),)),
 }

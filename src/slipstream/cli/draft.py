@@ -27,18 +27,17 @@ def root() -> None:
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="DRAFT", help="ngram:FILE, datastore:DIR, heads:DIR, exit, vocabulary, or vocabulary:FILE elsewhere."
+        metavar="DRAFT", help="ngram:FILE, datastore:DIR, heads:DIR, vocabulary, or vocabulary:FILE elsewhere."
     ),
 ]
 Sources = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SOURCE...",
-        help="Text, JSON lines, also .gz, .npy (token ids), folders of them, dataset:NAME; for exit and vocabulary, "
-        "files of prompts.",
+        help="Text, JSON lines, also .gz, .npy (token ids), folders of them, dataset:NAME; for vocabulary, files of "
+        "prompts.",
     ),
 ]
-EXIT = "exit"
 Read = opt.panel(None, field=opt.own(str | None, None, "Of JSON lines: where the document is.", "NAME"), chat=opt.CHAT)
 Ngrams = opt.panel(
     "ngram:FILE",
@@ -56,22 +55,17 @@ Heads = opt.panel(
     blind=opt.own(bool, False, "Do not see the pending token, as in Stern et al."),
     bfloat16=opt.own(bool, False, "Multiply in bfloat16: faster where that works."),
 )
-Exits = opt.panel(
-    EXIT,
-    gamma=opt.own(int, 3, "Tokens drafted while layers are tried.", "N", min=1),
-    first=opt.own(bool, False, "Try the first layers only, no sets with skipped ones."),
-)
 Writing = opt.options_of(
     ("max_new_tokens", "temperature", "seed", "batch_size", "quantize"),
     max_new_tokens=64,
-    temperature=None,
-    batch_size=None,
+    temperature=1.0,
+    batch_size=8,
 )
 Output = opt.panel("Output", force=opt.FORCE, as_json=opt.REPORT_JSON)
 
 
 @drafts.command()
-@opt.with_options(opt.options_of(["target"]), Read, opt.Where, Ngrams, Heads, Exits, Writing, Output)
+@opt.with_options(opt.options_of(["target"]), Read, opt.Where, Ngrams, Heads, Writing, Output)
 def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     """Build a draft for a target, which --draft then takes by the same name.
 
@@ -79,23 +73,22 @@ def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     every assistant's content is a document). Files appear when they are whole; an interrupted training of heads goes on
     with the same command.
 
-    exit measures with which of its layers the target drafts fastest, and plain decoding may win; without SOURCE, on
-    beginnings of programs. vocabulary counts the tokens that the target writes, at temperature 1 unless you say
-    otherwise, for drafts that know the frequent ones only: --draft "int4?draft_vocab=2048".
+    vocabulary counts the tokens that the target writes, for drafts that know the frequent ones only:
+    --draft "int4?draft_vocab=2048".
 
     Example: slipstream draft build ngram:mine.ngram src notes.jsonl.gz --target Qwen/Qwen2.5-7B
     """
     from slipstream.cli.draft_builders import BUILDERS
 
     kind, _, place = name.partition(":")
-    if kind not in BUILDERS or (not place and BUILDERS[kind].needs_place) or (place and kind == EXIT):
-        forms = "ngram:FILE, datastore:DIR, heads:DIR, exit, vocabulary or vocabulary:FILE"
+    if kind not in BUILDERS or (not place and BUILDERS[kind].needs_place):
+        forms = "ngram:FILE, datastore:DIR, heads:DIR, vocabulary or vocabulary:FILE"
         raise ValueError(f"{name!r} cannot be built: give {forms}.")
-    if not sources and kind != EXIT:
+    if not sources:
         raise ValueError(f"{name} is made of texts: give a SOURCE, such as a file or a folder.")
     builder, common = BUILDERS[kind], {"name", "sources", "target", "as_json", "threads"}
     opt.refuse_others(context, common | builder.options, f"{kind} is built without them")
-    report, text = builder.build(place, sources or [], context.params)
+    report, text = builder.build(place, sources, context.params)
     print(json_text(report) if context.params["as_json"] else text)
 
 

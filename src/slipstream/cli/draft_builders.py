@@ -6,23 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import typer
 
 from slipstream.cli.app import INTERRUPTED, say
-from slipstream.cli.console import busy, console, progress, steps
+from slipstream.cli.console import busy, progress, steps
 from slipstream.cli.settings import read_documents
-from slipstream.core.protocols import HasModel
 from slipstream.engine.load import alone, load
 from slipstream.files import check_folder, check_writable
 from slipstream.models.loading import load as models
 from slipstream.text.prompts import gather, usable
-
-if TYPE_CHECKING:
-    from slipstream.engine.engine import Engine
-    from slipstream.plan.layers import LayerSearch
 
 Built = tuple[dict[str, Any], str]
 SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)  # frequent tokens whose share is reported
@@ -99,25 +94,17 @@ def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     return {"out": folder, **report}, f"{text}\n{alphas}"
 
 
-def _loaded(params: dict[str, Any], rows: int) -> Engine:
-    with busy("loading"):
-        source, dtype = alone(params["target"], params["dtype"])
-        how = {name: params[name] for name in ("device", "quantize")}
-        return load(source, dtype=dtype, batch_size=params["batch_size"] or rows, **how)
-
-
-def _prompts(sources: Sequence[str], params: dict[str, Any]) -> list[Any]:
-    return [item.prompt for file in sources for item in usable(gather([], file, params["chat"]))]
-
-
 def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     from slipstream.drafters.frequent_tokens import KIND, TokenCounts, kept_counts
 
-    prompts = _prompts(sources, params)
+    prompts = [item.prompt for source in sources for item in usable(gather([], source, params["chat"]))]
     if file:
         check_writable(file, KIND, params["force"], sources)
-    engine, temperature = _loaded(params, rows=8), 1.0 if params["temperature"] is None else params["temperature"]
-    options = {"max_new_tokens": params["max_new_tokens"], "temperature": temperature, "seed": params["seed"]}
+    with busy("loading"):
+        target, dtype = alone(params["target"], params["dtype"])
+        how = {name: params[name] for name in ("device", "quantize", "batch_size")}
+        engine = load(target, dtype=dtype, **how)
+    options = {name: params[name] for name in ("max_new_tokens", "temperature", "seed")}
     with progress(len(prompts), options["max_new_tokens"]) as on_round:
         completions = engine.generate(prompts, on_round=on_round, **options)
     scorer = engine.decoder.target
@@ -134,44 +121,6 @@ def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Bui
     return report, "\n".join([f"{place}: {written} of {scorer.vocab}", *lines, use])
 
 
-def layers(place: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    from slipstream.bench.records import PROMPTS
-    from slipstream.decoding.sampling import Sampling
-    from slipstream.measure.replay import request_for
-    from slipstream.plan.layers import first_layers, search_exit
-
-    prompts = _prompts(sources, params) or PROMPTS
-    sampler = Sampling(temperature=params["temperature"] or 0.0)
-    engine, screen = _loaded(params, rows=1), console(stderr=True)
-    most, seed = params["max_new_tokens"], params["seed"]
-    requests = [request_for(engine.encode(each), sampler, most, eos=engine.eos, seed=seed) for each in prompts]
-    scorer = engine.decoder.target
-    assert isinstance(scorer, HasModel)
-    with busy("measuring"):
-        choices = first_layers(scorer) if params["first"] else None
-        search = search_exit(engine.decoder, requests, choices, params["gamma"], screen.print)
-    return search.as_dict(), _table(search)
-
-
-def _table(search: LayerSearch) -> str:
-    shown = search.as_dict()
-    rows = [("layers", "alpha", "tokens/call", "tokens/s", "best gamma", "predicted")]
-    for trial in shown["trials"]:
-        factor = f"{trial['factor']:.2f} x" if trial["best_gamma"] else "-"
-        figures = (f"{trial['alpha']:.3f}", f"{trial['mean_acceptance_length']:.2f}")
-        speed = f"{trial['tokens_per_second']:.1f}"
-        rows.append((trial["layers"], *figures, speed, str(trial["best_gamma"]), factor))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.append(f"plain decoding: {search.plain:.1f} tokens/s")
-    for finish in shown["race"]:
-        speed = f"{finish['tokens_per_second']:.1f} tokens/s, {finish['over_plain']:.2f} x plain"
-        lines.append(f"exit:{finish['layers']} with gamma {finish['gamma']}: {speed}")
-    best = shown["best"]
-    use = f"use --draft exit:{best['layers']} --gamma {best['gamma']}" if best else "do not draft with this target"
-    return "\n".join([*lines, use])
-
-
 @dataclass(frozen=True)
 class Builder:
     """How a kind of draft is built, the options that it has besides those of all, and whether its file is named."""
@@ -183,7 +132,6 @@ class Builder:
 
 DOCUMENTS = frozenset({"field", "force"})
 MODEL = frozenset({"dtype", "device", "seed"})
-WRITTEN = MODEL | {"chat", "max_new_tokens", "temperature", "batch_size", "quantize"}
 
 BUILDERS = {  # kinds of drafts that can be built
     "ngram": Builder(ngram, DOCUMENTS | {"order", "vocab"}),
@@ -191,6 +139,9 @@ BUILDERS = {  # kinds of drafts that can be built
     "heads": Builder(
         heads, DOCUMENTS | MODEL | {"count", "inner", "steps", "rows", "length", "rate", "blind", "bfloat16"}
     ),
-    "exit": Builder(layers, WRITTEN | {"gamma", "first"}, needs_place=False),
-    "vocabulary": Builder(vocabulary, WRITTEN | {"force"}, needs_place=False),
+    "vocabulary": Builder(
+        vocabulary,
+        MODEL | {"chat", "max_new_tokens", "temperature", "batch_size", "quantize", "force"},
+        needs_place=False,
+    ),
 }

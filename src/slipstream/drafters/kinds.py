@@ -149,7 +149,7 @@ def phrases(context: BuildContext, file: str) -> Drafter:
     return PhraseDrafter(Phrases.load(shipped if shipped.is_file() else file), context.target.vocab)
 
 
-@kind("exit:LAYERS", "the target's own first layers, or others: `slipstream draft build exit`")
+@kind("exit:LAYERS", "the target's own first layers, or others, as exit:0-2,5")
 def exit_layers(context: BuildContext, layers: str) -> Drafter:
     return exit_drafter(_own(context), read_layers(layers))
 

@@ -6,8 +6,8 @@ the target's keys for the text, and to its own for drafted tokens. That only cha
 really sampled from, so every rule stays exact.
 
 Drafting with the first layers only is how LayerSkip checkpoints are meant to be used (arXiv 2404.16710); leaving out
-layers in the middle needs no training (Draft & Verify, arXiv 2309.08168). How well that works depends on the layers,
-and `slipstream.plan.layers` measures it. Behind a skipped layer, the keys of drafted tokens are approximations.
+layers in the middle needs no training (Draft & Verify, arXiv 2309.08168). How well that works depends on the layers.
+Behind a skipped layer, the keys of drafted tokens are approximations.
 """
 
 from collections.abc import Sequence
