@@ -87,7 +87,7 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
     "datasets": ("text.documents",),
     "typer": ("cli", "cli.*", "reproduction.cli"),
     "rich": ("cli", "cli.*", "engine.explain", "reproduction.runs.timelines"),
-    "matplotlib": ("plan.plot", "bench.plot", "reproduction.pages.draw"),
+    "matplotlib": ("reproduction.pages.draw",),
     "tokenizers": ("models.loading.gguf_tokenizer", "reproduction.standins.models"),
     "sacrebleu": ("reproduction.runs.bleu", "reproduction.runs.quality"),
     "fastapi": ("serve.*",),

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -598,9 +597,8 @@ def test_ctrl_c_prints_the_rows_so_far(
 
 @pytest.mark.slow
 def test_several_drafts_on_the_command_line(
-    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, prompts_file: str, tmp_path: Path
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, prompts_file: str
 ) -> None:
-    pytest.importorskip("matplotlib")
     loaded: list[tuple[Any, ...]] = []
     engines = [pair(), pair(draft_seed=2)]
 
@@ -609,25 +607,11 @@ def test_several_drafts_on_the_command_line(
         return engines[len(loaded) - 1]
 
     monkeypatch.setattr(engine_room, "load", load_one)
-    picture = tmp_path / "speed.svg"
     drafts = ["--target", "T", "--draft", "a", "--draft", "b", "--verify", "token", "--temperature", "0"]
-    result = command("--quick", "--prompts", prompts_file, *SHORT, *drafts, "--plot", str(picture), "--json")
+    result = command("--quick", "--prompts", prompts_file, *SHORT, *drafts, "--json")
     assert loaded == [("T", "a"), (models(engines[0])[0], "b")]  # one target for both
     rows = [row for row in json.loads(result.stdout)["rows"] if row["draft"]]
     assert [(row["draft"], row["rule"]) for row in rows] == [("LlamaForCausalLM", "token"), ("b", "token")]
-    assert picture.read_text().startswith("<?xml") and "wrote" in result.stderr
-
-
-def test_a_plot_is_refused_before_anything_is_measured(
-    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    assert "has no kind of picture" in command("--plot", str(tmp_path / "speed.doc")).stderr
-    assert "there is no folder" in command("--plot", str(tmp_path / "none" / "speed.png")).stderr
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    missing = command("--plot", str(tmp_path / "speed.png"))
-    says = "slipstream: a plot needs matplotlib: pip install 'slipstream[plot]'.\n"
-    assert (missing.exit_code, missing.stderr) == (2, says)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.heads import ParallelHeads
 from slipstream.drafters.ngram import NgramModel
 from slipstream.engine.plan_file import Plan
-from slipstream.files import Picture
 from terminal import run
 
 TEXT = "def add(a, b):\n    return a + b\n\n\n"
@@ -36,20 +35,13 @@ class Writer:
     reads: Callable[[Path], object]
 
 
-def reads_picture(path: Path) -> None:
-    assert Picture().recognises(path)
-
-
 SMALL_PLAN = ("plan", "--quick", "--sample", "4", "--max-new-tokens", "16", "--gamma", "1", "--repetitions", "1")
-SMALL_BENCH = ("bench", "--quick", "--max-new-tokens", "2", "--gamma", "1", "--batch", "1", "--repetitions", "1")
 TRAIN = ("draft", "build", "heads:out", "text.txt", "--heads", "1", "--inner", "8", "--steps", "2")
 WRITERS = {
     "ngram": Writer(("draft", "build", "ngram:out/mine.ngram", "text.txt"), "mine.ngram", NgramModel.load),
     "datastore": Writer(("draft", "build", "datastore:out", "text.txt"), "corpus.safetensors", Corpus.load),
     "heads": Writer((*TRAIN, "--length", "8"), "heads.safetensors", lambda path: ParallelHeads.load(path.parent)),
     "plan": Writer((*SMALL_PLAN, "--save", "out/plan.json"), "plan.json", Plan.read),
-    "plan plot": Writer((*SMALL_PLAN, "--plot", "out/plan.png"), "plan.png", reads_picture),
-    "bench plot": Writer((*SMALL_BENCH, "--plot", "out/speed.svg"), "speed.svg", reads_picture),
 }
 
 LIMIT = 200  # bytes of a file on the full disk: less than any of these files has
@@ -174,16 +166,13 @@ REFUSED = [
     (TRAIN, "out/heads.safetensors: it exists and is no parallel heads"),
     (("plan", "--save", "notes.md"), "notes.md: it exists and is no plan"),
     (("plan", "--save", "nowhere/plan.json"), "there is no folder nowhere; make it first"),
-    (("plan", "--plot", "out/figure3.svg"), "out/figure3.svg: it exists and is no picture"),
     (("plan", "--prompts", "text.txt", "--save", "text.txt", "--force"), "text.txt: it is an input of this command"),
-    (("bench", "--quick", "--plot", "out/figure3.svg"), "out/figure3.svg: it exists and is no picture"),
-    (("bench", "--quick", "--plot", "nowhere/a.png"), "there is no folder nowhere; make it first"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=lambda value: " ".join(value) if value is tuple else None)
 def test_no_stranger_is_replaced(place: Path, arguments: tuple[str, ...], says: str) -> None:
-    for name in ("corpus.safetensors", "heads.safetensors", "figure3.svg"):
+    for name in ("corpus.safetensors", "heads.safetensors"):
         (place / "out" / name).write_text("mine")
     (place / "other.md").write_text("mine")
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}

@@ -156,17 +156,15 @@ WORDS: dict[str, Sequence[str]] = {
     "curve": ("1", "1,1.1", "1,nan", "1,inf", "x", "", "0", "1,-1", "1,0.5", "2,3", "1e400"),
     "namespace": ("alice", "", "\udcff", "../x", "a/b", "x" * 300),
     "field": ("text", "", "missing", "prompt"),
-    "export": ("transformers", "vllm", "sglang", "llama.cpp", "x", ""),
     "what": ("table1", "figure1", "figure2", "figure3", "figure4", "table2", "bleu", "x", ""),
     "prompts": ("def f", "x =", "", "-", "\udcff", "\0", "x " * 3000, "\U0001f600", " "),
     "dtype": ("float32", "auto", "bfloat16", "float16", "float64", "", "x"),
     "draft_dtype": ("float32", "auto", "x"),
 }
 FILES = {
-    *("file", "plan", "out", "save", "plot", "saved_plan", "standins", "pairs", "articles", "texts", "text", "sources"),
+    *("file", "plan", "out", "save", "saved_plan", "standins", "pairs", "articles", "texts", "text", "sources"),
     *("folder", "data", "work"),
 }
-PICTURES = ("new.png", "new.svg", "new.xyz", "new", ".png", "nowhere/new.png")
 # numbers that are work to do: large ones are allowed, and last
 AMOUNTS = {"n", "max_new_tokens", "repetitions", "samples", "sample"}
 AMOUNTS |= {"steps", "rows", "count", "inner", "batch", "batch_size"}
@@ -183,7 +181,7 @@ def values(parameter: Any) -> Sequence[str]:
     if name == "name":  # of draft build
         return ("ngram", "heads:", "exit", "exit:1", "vocabulary", "lookup", "x", "", *map("ngram:{}".format, PATHS))
     if name in FILES:
-        return (*PICTURES, *PATHS) if name == "plot" else PATHS
+        return PATHS
     if name in {"target", "tokenizer"}:
         return MODELS
     if name in {"draft", "drafts"}:
@@ -211,7 +209,6 @@ GOOD: dict[str, Sequence[str]] = {  # what is right for a parameter, where the f
     "work": ("new.work",),
     "size": ("0.1", "auto"),
     "save": ("new.json",),
-    "plot": ("new.png",),
     "plan": ("plan.json",),
     "saved_plan": ("plan.json",),
     "what": ("table1", "figure2"),
@@ -247,8 +244,7 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
 OUTPUTS = {
     "generate": ("out",),
     "batch": ("out",),
-    "bench": ("plot",),
-    "plan": ("save", "plot"),
+    "plan": ("save",),
     "draft build": ("name",),
     "draft forget": ("folder",),
     "distill": ("out", "work"),

@@ -563,8 +563,6 @@ def test_ctrl_c_leaves_no_traceback(
         (["--chat"], "--chat wraps prompts, and there are none"),
         (["--save", "no/where/plan.json"], "cannot write no/where/plan.json: there is no folder no/where"),
         (["--save", "."], "cannot write .: it is a folder"),
-        (["--plot", "no/where/plan.png"], "cannot write no/where/plan.png: there is no folder no/where"),
-        (["--plot", "plan"], "--plot plan has no kind of picture at its end"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -584,7 +582,7 @@ MEASURED: dict[str, list[str]] = {  # what only a measurement uses
     **{name: [name, "float32"] for name in ("--dtype", "--encoder-dtype")},
     **{name: [name, "int8"] for name in ("--quantize", "--kv-dtype")},
     **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code", "--dequantize")},
-    **{name: [name, "file"] for name in ("--save", "--plot", "--adapter")},
+    **{name: [name, "file"] for name in ("--save", "--adapter")},
     "--device-map": ["--device-map", "auto"],
     "--activations": ["--activations", "float"],
     "--generation-config": ["--generation-config", "none"],
@@ -634,13 +632,6 @@ def test_every_option_of_plan_belongs_to_a_mode() -> None:
     ours = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan"}
     ours |= {"--step-ms", "--network-ms", "--threads"}
     assert options == ours | set(MEASURED) - {"PROMPT"}
-
-
-def test_plot_is_drawn(command: Callable[..., Result], small: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    result = command(*small, "--plot", str(tmp_path / "p.svg"))
-    assert result.exit_code == 0 and "<svg" in (tmp_path / "p.svg").read_text()
-    assert "--plot p.what has no kind of picture" in command(*small, "--plot", "p.what").stderr
 
 
 def test_figures_need_no_torch() -> None:

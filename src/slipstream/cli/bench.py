@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -44,10 +43,7 @@ Texts = opt.panel(
     stop_at_eos=opt.own(bool, False, "End at EOS instead of the same length for all."),
 )
 Output = opt.panel(
-    "Output",
-    plot=opt.own(Path | None, None, "Also draw the speeds, as .png, .svg or .pdf.", "FILE"),
-    force=opt.FORCE,
-    as_json=opt.own(bool, False, "The whole report as one JSON object, nothing else.", flag="--json"),
+    "Output", as_json=opt.own(bool, False, "The whole report as one JSON object, nothing else.", flag="--json")
 )
 
 
@@ -59,23 +55,19 @@ Output = opt.panel(
 def bench(context: typer.Context) -> None:
     """Measure speed: plain and speculative, ours and transformers', the same prompts counted by the same code.
 
-    Example: slipstream bench --quick --plot speed.png
+    Example: slipstream bench --quick
     """
     with busy("starting"):
         from slipstream.bench.contenders import line_up
-        from slipstream.bench.plot import plot as draw
         from slipstream.bench.race import measure
         from slipstream.bench.records import FULL, PROMPTS, QUICK
-    from slipstream.bench.plot import check_plot
 
     params = context.params
-    quick, file, draft, plot = (params[name] for name in ("quick", "file", "draft", "plot"))
+    quick, file, draft = (params[name] for name in ("quick", "file", "draft"))
     lists = {"gammas": "gamma", "batches": "batch", "temperatures": "temperature", "rules": "verify"}
     chosen: dict[str, Any] = {name: params[name] for name in ("max_new_tokens", "repetitions") if params[name]}
     chosen |= {name: tuple(params[own]) for name, own in lists.items() if params[own]}
     settings = replace(QUICK if quick else FULL, ignore_eos=not params["stop_at_eos"], **chosen)
-    if plot:
-        check_plot(plot, params["force"], [file] if file else [])
     most = max(4, *settings.batches) if quick else None
     items = usable(gather([], file, chat=False)[:most]) if file else []
     prompts = [item.prompt for item in items] or list(PROMPTS[:most])
@@ -93,9 +85,6 @@ def bench(context: typer.Context) -> None:
         print(json_text(report.as_dict(), ensure_ascii=False))
     else:
         _show(report, console())
-    if plot:
-        draw(report, plot, row_names(report.rows))
-        say(f"wrote {plot}")
     if report.interrupted:
         say(f"interrupted: {len(report.rows)} rows were measured.")
         raise typer.Exit(INTERRUPTED)

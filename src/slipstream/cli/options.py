@@ -53,7 +53,7 @@ MODELS, SAMPLING, OUTPUT = "Models", "Sampling", "Output"
 
 
 def option(panel: str | None, help: str, *names: str, **settings: Any) -> Any:
-    """Return a typer option in a panel of the help; its text is escaped, so that [plot] is not read as a rich style."""
+    """Return a typer option in a panel of the help; its text is escaped: rich would read [words] as styles."""
     return typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)
 
 

@@ -64,7 +64,6 @@ Output = opt.panel(
     "Output",
     saved_plan=opt.own(str | None, None, "Show this plan; measure nothing.", "FILE", "--plan"),
     save=opt.own(str | None, None, "Write the plan, for generate --plan.", "FILE"),
-    plot=opt.own(str | None, None, "Draw it (PNG, SVG, PDF); needs slipstream[plot].", "FILE"),
     force=opt.FORCE,
     as_json=opt.own(bool, False, "The plan with all figures as one JSON object.", flag="--json"),
 )
@@ -98,7 +97,8 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
     chosen |= {name: tuple(sorted(set(values))) for name, values in lists.items() if values}
     sampling = Sampling(**{name: params[name] for name in SHAPES})
     settings = PlanSettings(**chosen, sampling=sampling, seed=params["seed"], network_ms=params["network_ms"])
-    _check_outputs(params)
+    if params["save"] is not None:
+        check_writable(params["save"], KIND, params["force"], [params["file"]] if params["file"] else [])
     most = params["sample"] or (QUICK_PROMPTS if params["quick"] else PROMPTS)
     texts = _prompts(prompts or [], params["file"], params["chat"], most)
     with busy("loading"):
@@ -114,10 +114,6 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
     print(json_text(made.as_dict(), ensure_ascii=False)) if params["as_json"] else _show(report, console())
     if params["save"]:
         made.save(params["save"])
-    if params["plot"]:
-        from slipstream.plan.plot import draw
-
-        draw(report, params["plot"])
     if report.interrupted:
         say("interrupted: the choice was not run to the end.")
         raise typer.Exit(INTERRUPTED)
@@ -138,16 +134,6 @@ def _answered_at_once(context: typer.Context) -> bool:
     opt.refuse_others(context, {"saved_plan", "as_json"}, "--plan shows what was measured before")
     _show_plan(Plan.read(params["saved_plan"]), params["as_json"])
     return True
-
-
-def _check_outputs(params: dict[str, Any]) -> None:
-    force, inputs = params["force"], [params["file"]] if params["file"] else []
-    if params["save"] is not None:
-        check_writable(params["save"], KIND, force, inputs)
-    if params["plot"] is not None:
-        from slipstream.bench.plot import check_plot
-
-        check_plot(params["plot"], force, inputs)
 
 
 def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) -> list[Any]:
