@@ -8,8 +8,9 @@ that the target wrote, and a draft ends before it would be kept too rarely (as i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from slipstream.core.protocols import Traits
 from slipstream.core.request import Row
 from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton
+from slipstream.drafters.datastore.corpus import as_ids
 from slipstream.files import TensorFileKind, save_tensors
 
 KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it again")
@@ -24,8 +26,8 @@ ORDER = 3  # the longest context, in tokens: longer ones added nothing
 MOST_TOKENS = (1 << 21) - 2  # the largest vocabulary: contexts of ORDER tokens fit into 63 bits
 TEXTS = 2  # in how many texts a context must occur
 LEAST = 0.16  # the smallest chance of a draft's last token, all before it included
+Array = np.ndarray[Any, np.dtype[Any]]
 GREEDY, SAMPLED = 4, 9  # the squares of the lengths of a match at which a copied token stands half the time
-Counts = dict[int, dict[int, int]]
 
 
 class Phrases:
@@ -45,7 +47,7 @@ class Phrases:
         return next((found for key in keys[::-1] if (found := self._next.get(key))), (0, 0.0))
 
     @staticmethod
-    def fit(texts: Iterable[Sequence[int]], vocab: int) -> Phrases:
+    def fit(texts: Iterable[Sequence[int] | Array], vocab: int) -> Phrases:
         """Count texts, each token ids, that a target wrote.
 
         A continuation counts once in every text, so that one that repeats itself has no more weight. Chances are
@@ -54,28 +56,32 @@ class Phrases:
         """
         if not 1 <= vocab <= MOST_TOKENS:
             raise ValueError(f"vocab={vocab} is not possible: it must be between 1 and {MOST_TOKENS}.")
-        counts: list[Counts] = [{} for _ in range(ORDER + 1)]
-        for text in texts:
-            if text and not 0 <= min(text) <= max(text) < vocab:
-                raise ValueError(f"token ids {min(text)}..{max(text)} do not fit a vocabulary of {vocab}.")
-            for size, key, token in {*_grams(text, vocab)}:
-                followers = counts[size].setdefault(key, {})
-                followers[token] = followers.get(token, 0) + 1
+        parts = [ids for ids in map(as_ids, texts) if ids.size]
+        stream = np.concatenate([np.empty(0, np.int64), *parts])
+        if stream.size and not 0 <= stream.min() <= stream.max() < vocab:
+            raise ValueError(f"token ids {stream.min()}..{stream.max()} do not fit a vocabulary of {vocab}.")
+        lengths = [len(part) for part in parts]
+        text = np.repeat(np.arange(len(parts)), lengths)
+        age = np.arange(len(stream)) - np.repeat(np.cumsum([0, *lengths])[:-1], lengths)  # places in their texts
         likeliest: dict[int, tuple[int, float]] = {}
-        shorter: dict[int, dict[int, float]] = {0: {}}
-        for size, contexts in enumerate(counts):
-            longer = dict[int, dict[int, float]]()
-            for key, followers in contexts.items():
-                total, above = sum(followers.values()), shorter.get(key % (vocab + 1) ** max(0, size - 1), {})
-                if total < TEXTS:
-                    continue
-                whole = total + len(followers)
-                law = {t: (n + len(followers) * above.get(t, 0.0)) / whole for t, n in followers.items()}
-                longer[key] = law
-                if size:
-                    best = max(law, key=lambda token: (law[token], -token))
-                    likeliest[key] = best, law[best]
-            shorter = longer
+        keys, chances = np.zeros_like(stream), np.zeros(len(stream))  # of contexts of this size, and of tokens there
+        for size in range(ORDER + 1):
+            here = np.flatnonzero(age >= size)
+            if size:
+                keys[here] += (stream[here - size] + 1) * (vocab + 1) ** (size - 1)
+            contexts, context = np.unique(keys[here], return_inverse=True)
+            # A pair is a context and a token after it; `first` is a place of each.
+            pairs, first, pair = np.unique(context * vocab + stream[here], return_index=True, return_inverse=True)
+            counts = np.bincount(np.unique(pair * len(parts) + text[here]) // max(1, len(parts)))
+            owners, tokens = np.divmod(pairs, vocab)
+            total, kinds = np.bincount(owners, counts), np.bincount(owners)
+            law = (counts + kinds[owners] * chances[here[first]]) / (total + kinds)[owners]
+            chances[here] = law[pair]
+            if size:
+                order = np.lexsort((tokens, -law, owners))  # the likeliest of each context first
+                best = order[np.unique(owners[order], return_index=True)[1]][total >= TEXTS]
+                found = zip(tokens[best].tolist(), law[best].tolist(), strict=True)
+                likeliest |= zip(contexts[total >= TEXTS].tolist(), found, strict=True)
         return Phrases(likeliest, vocab)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -112,14 +118,6 @@ def _keys(context: Sequence[int], vocab: int) -> list[int]:
         place *= vocab + 1
         keys.append(key)
     return keys
-
-
-def _grams(text: Sequence[int], vocab: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (size of the context, its number, the next token) for all contexts of 0 to ORDER tokens."""
-    for place, token in enumerate(text):
-        yield 0, 0, token
-        for size, key in enumerate(_keys(text[max(0, place - ORDER) : place], vocab), 1):
-            yield size, key, token
 
 
 class PhraseDrafter(CopyingDrafter[SuffixAutomaton]):
