@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from pair import corpus
-from pair.budget import train
+from pair.budget import Seconds, train
 from pair.models import CONTEXT, save_pretrained, text_loss
 from pair.writing import written_texts
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.training.trainer import Seconds, muon_and_adam
+from slipstream.training.trainer import muon_and_adam
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "slipstream" / "demo"
 VOCABULARY = 3072

@@ -48,6 +48,22 @@ class Tokens:
         return progress.tokens // self.save_every
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """A budget of seconds spent in steps, so that a training ends on time."""
+
+    total: float
+    save_every: float = 120.0
+
+    def used(self, progress: Progress) -> float:
+        """Return the share of the budget that has been used."""
+        return progress.seconds / self.total
+
+    def saves(self, progress: Progress) -> int:
+        """Return how many times `save_every` seconds have passed."""
+        return int(progress.seconds / self.save_every)
+
+
 class _SavedElsewhere(Checkpoint):
     """The checkpoint of another process, which is read to resume and never written."""
 

@@ -1,4 +1,4 @@
-"""The trainer: the same weights whatever interrupts it, with any optimizer and any budget, and its checkpoint."""
+"""The trainer: the same weights whatever interrupts it, with any optimizer, and its checkpoint."""
 
 from pathlib import Path
 
@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.training.trainer import Budget, Checkpoint, Diverged, Progress, Seconds, Steps, Trainer
+from slipstream.training.trainer import Checkpoint, Diverged, Progress, Steps, Trainer
 
 TWELVE = Steps(12, save_every=5)
 
 
-def trainer(file: Path, budget: Budget = TWELVE, seed: int = 0) -> Trainer:
+def trainer(file: Path, seed: int = 0) -> Trainer:
     """A layer under Muon and a scale under fused AdamW, as the recipes divide a model."""
     torch.manual_seed(seed)
     model = nn.ModuleDict({"layer": nn.Linear(3, 3, bias=False), "scale": nn.LayerNorm(3)})
     matrices, scales = list(model["layer"].parameters()), list(model["scale"].parameters())
     optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(scales, lr=0.01, fused=True)]
-    return Trainer(model, optimizers, lambda step, used: 1 - used, budget, Checkpoint(file, {"seed": seed}))
+    return Trainer(model, optimizers, lambda step, used: 1 - used, TWELVE, Checkpoint(file, {"seed": seed}))
 
 
 def run(one: Trainer, stop: int | None = None) -> Tensor:
@@ -52,18 +52,6 @@ def test_an_interruption_changes_no_weight(tmp_path: Path, stop: int) -> None:
     for optimizer in forgetful.optimizers:
         optimizer.state.clear()
     assert not torch.equal(run(forgetful), whole)
-
-
-def test_a_budget_of_seconds_ends_a_training_by_the_time_its_steps_took(tmp_path: Path) -> None:
-    one = trainer(tmp_path / "state", Seconds(0.05))
-    run(one)
-    assert one.progress.seconds >= 0.05 and one.progress.steps > 0
-    again = trainer(tmp_path / "state", Seconds(0.05))
-    run(again)
-    assert again.progress == one.progress  # the time of before counts
-    none = trainer(tmp_path / "none", Seconds(0.0))
-    run(none)
-    assert none.progress == Progress()
 
 
 def test_a_checkpoint_of_other_settings_or_a_damaged_one_is_refused(tmp_path: Path) -> None:

@@ -51,20 +51,6 @@ class Steps:
         return progress.steps // self.save_every
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """A budget of `total` seconds spent in steps, so that a training ends on time; 0 trains nothing."""
-
-    total: float
-    save_every: float = 120.0
-
-    def used(self, progress: Progress) -> float:
-        return progress.seconds / self.total if self.total else 1.0
-
-    def saves(self, progress: Progress) -> int:
-        return int(progress.seconds / self.save_every)
-
-
 Loss = Callable[[int, float], tuple[Tensor, int]]
 """A function (step from 0, share of the budget used) -> the loss of that step's batch, and the tokens it reads.
 
