@@ -95,17 +95,6 @@ def test_rows_are_complete() -> None:
         assert (row.alpha is None) == (row.contender != SPECULATIVE)
 
 
-@pytest.mark.slow
-def test_figures_of_ours_fit_each_other() -> None:
-    row = race.measure(pair(), PROMPTS, replace(SMALL, gammas=(3,), batches=(1,))).rows[1]
-    assert row.milliseconds and row.alpha and row.mean_acceptance_length
-    parts = [row.milliseconds[phase] for phase in ("draft", "target", "accept", "rest")]
-    assert sum(parts) == pytest.approx(row.milliseconds["round"])
-    assert min(parts) > 0
-    assert row.overhead == pytest.approx(row.milliseconds["round"] / sum(parts[:2]) - 1)
-    assert 1 <= row.mean_acceptance_length <= 4
-
-
 def test_figures_inside_a_round_leave_the_prefill_out() -> None:
     seconds = {"prefill": 1.0, "draft": 1.0, "target": 2.0, "accept": 0.5, "rest": 0.1}
     run = Output([[1] * 12], Stats(emitted=12, target_calls=4, seconds=seconds), calls=4, seconds=5.0)

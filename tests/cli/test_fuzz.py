@@ -123,7 +123,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         made = [
             ("draft", "build", "ngram:mine.ngram", "folder"),
             ("draft", "build", "datastore:store", "notes.txt"),
-            tuple(word.format("answers.jsonl") for word in WRITERS["batch"]),
+            ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "answers.jsonl"),
             ("draft", "build", "heads:heads", *TRAINING),
         ]
         for arguments in made:
@@ -362,35 +362,3 @@ def test_many_command_lines(world: World, command: str) -> None:
     # Too few samples to judge; nothing was learned; so many options are rarely all right.
     never = {"check": {0}, "draft forget": {0}, "distill": {0}}
     assert {0, 2} - never.get(command, set()) <= try_cases(world, command, many, firsts).keys()
-
-
-# ---- files of somebody else -------------------------------------------------------------------------------------
-
-WRITERS: dict[str, Words] = {  # commands that write; {} stands for the name of what they write
-    "batch": ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "{}"),
-    "ngram": ("draft", "build", "ngram:{}", "folder"),
-    "datastore": ("draft", "build", "datastore:{}", "folder"),
-    "heads": ("draft", "build", "heads:{}", *TRAINING),
-}
-
-
-def in_the_way(writer: str) -> Iterator[str]:
-    if writer == "datastore":
-        yield "nothing"
-    elif writer == "heads":
-        yield "notes.txt"
-    else:
-        others = ("plan.json", "heads/heads.safetensors", "tiny/model.safetensors", "ids.npy", "link")
-        yield from (name for name in (*STRANGERS, *others) if name != "empty.txt")
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_nothing_of_another_kind_is_replaced(world: World, writer: str) -> None:
-    """Without --force, what is no file of the kind that is written stays as it is."""
-    replaced = []
-    for name in in_the_way(writer):
-        ended = attempt([word.format(name) for word in WRITERS[writer]])
-        if ended.exit_code != cli.WRONG or world.changed():
-            replaced.append(name)
-        world.restore()
-    assert not replaced

@@ -13,6 +13,7 @@ from slipstream.core.stats import Stats
 from slipstream.decoding.grammar import Grammars
 from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.pairings import EMBEDDED
+from slipstream.serve.families import form_of
 from slipstream.serve.readers import ByFamily, Reader, as_message, joined, many_calls, one_call, verbatim
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.tools import CallGrammar
@@ -32,18 +33,6 @@ HARMONY = {  # A form in the way of gpt-oss: nothing is content unless a mark sa
             "repeats": True,
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
-    },
-}
-LISTS = {  # A form in the way of Mistral: a list of calls up to the end
-    "start_anchor": "[/INST]",
-    "fields": {
-        "tool_calls": {
-            "open": "[TOOL_CALLS]",
-            "content": "json",
-            "transform_each": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-        },
-        "content": {"close": "</s>"},
     },
 }
 CALL = '{"name": "add", "arguments": {"a": 7}}'
@@ -78,7 +67,12 @@ FORMS: dict[str, tuple[str, Any, str, list[str]]] = {
         + "".join(f'<|channel|>commentary to=functions.add <|message|>{{"a": {a}}}<|call|>' for a in (7, 8)),
         ["<|channel|>", "<|message|>", "<|end|>", "<|call|>"],
     ),
-    "lists": ("llama", LISTS, f"Now:[TOOL_CALLS] [{CALL}, {CALL.replace('7', '8')}]", ["[TOOL_CALLS]"]),
+    "lists": (
+        "llama",
+        form_of("[TOOL_CALLS]"),
+        f"Now:[TOOL_CALLS] [{CALL}, {CALL.replace('7', '8')}]",
+        ["[TOOL_CALLS]"],
+    ),
 }
 """By family: the type of its models, its form if transformers does not know it by that, a text, its marks."""
 

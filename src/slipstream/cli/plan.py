@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 
 from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, app, say
-from slipstream.cli.console import busy, console, figures_table, human_size, steps
+from slipstream.cli.console import busy, console, figures_table, steps
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
 from slipstream.engine.plan_file import KIND, Plan
@@ -266,7 +267,7 @@ def _show(report: PlanReport, screen: Console) -> None:
     screen.print(f"\n{LEGEND}", style="dim")
     memory = figures_table("memory", "weights", "cache per token", "cache, longest texts")
     for name, held in report.memory.items():
-        memory.add_row(name, *(human_size(held[part]) for part in ("weights", "cache_per_token", "cache")))
+        memory.add_row(name, *(decimal(held[part]) for part in ("weights", "cache_per_token", "cache")))
     screen.print()
     screen.print(memory)
     for rows, gamma in report.gammas.items():
