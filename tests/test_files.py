@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from slipstream import files
 from slipstream.core.model_options import ModelOptions
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.heads import ParallelHeads, Sizes
 from slipstream.drafters.ngram import NgramModel
 from slipstream.engine import plan_file
 from slipstream.engine.plan_file import Plan
@@ -114,16 +113,10 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path, how: signal.Signal
         assert os.listdir(tmp_path) == ["file"]
 
 
-def some_heads(seed: int) -> ParallelHeads:
-    torch.manual_seed(seed)
-    return ParallelHeads(Sizes(1, 2, 3))
-
-
 PLAN = Plan(ModelOptions("org/big", "org/small", verify="block"), {1: 5}, 101)
 SAVERS: dict[str, Callable[[Path, int], Any]] = {
     "corpus": lambda folder, seed: Corpus.build([[seed, 2]], 5).save(folder / "file"),
     "n-gram model": lambda folder, seed: NgramModel.fit([[seed, 2, 3]], 2, 5).save(folder / "file"),
-    "heads": lambda folder, seed: some_heads(seed).save(folder),
     "plan": lambda folder, seed: replace(PLAN, vocab=seed).save(folder / "file"),
 }
 
@@ -218,7 +211,6 @@ def test_damage_is_told_with_what_to_do() -> None:
 FORMATS = {  # formats of files that people keep: another one means that all must be built again
     "corpus": ("slipstream.corpus", "2"),
     "n-gram model": ("slipstream.ngram", "2"),
-    "heads": ("slipstream heads", "2"),
 }
 
 

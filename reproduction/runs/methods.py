@@ -6,6 +6,7 @@ from typing import Any
 
 from reproduction.baselines.drafting import ScoredDrafter
 from reproduction.baselines.exits import ExitClock, ExitRule, Exits, saturation, softmax_gap
+from reproduction.baselines.heads import HeadsDrafter, ParallelHeads
 from reproduction.baselines.rules import cascade, committee, typical
 from reproduction.baselines.sources import Source, SourceDrafter
 from reproduction.runs.subjects import Subject
@@ -15,7 +16,6 @@ from slipstream.decoding import acceptance
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.drafters.following import Follower
-from slipstream.drafters.heads import HeadsDrafter, ParallelHeads
 from slipstream.engine.engine import Engine
 
 GAMMA = 5

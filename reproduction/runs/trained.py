@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reproduction.baselines.exits import Exits
+from reproduction.baselines.heads import ParallelHeads
 from reproduction.runs.calibrating import thresholds
 from reproduction.runs.methods import Method, blockwise, early_exits
 from reproduction.runs.subjects import Loading, Subject
 from reproduction.standins.copies import Copies
 from reproduction.standins.tuning import HEADS, TARGET
-from slipstream.drafters.heads import ParallelHeads
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reproduction.baselines.heads import FILE
 from reproduction.standins import edits, tuning
 from reproduction.standins import python_prompts as writing
 from reproduction.standins.corpora import Pairs
+from reproduction.standins.heads import HeadTrainer, TrainingSettings
 from reproduction.standins.tuning import Lesson, Say, Teaching
-from slipstream.drafters.heads import FILE
 from slipstream.models.loading.load import load_model, load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.training.heads import HeadTrainer, TrainingSettings
 from slipstream.training.trainer import Progress
 
 HEADS = 5
@@ -29,7 +29,7 @@ class Lessons:
 
     frozen: TrainingSettings = field(
         default_factory=lambda: TrainingSettings(
-            HEADS, 0, False, 1_500, rows=8, length=128, rate=2e-3, bfloat16=True, save_every=25
+            HEADS, 0, 1_500, rows=8, length=128, rate=2e-3, bfloat16=True, save_every=25
         )
     )
     tuned: Lesson = field(default_factory=lambda: Lesson(800))
@@ -40,7 +40,7 @@ class Lessons:
 
 
 QUICK_LESSONS = Lessons(
-    TrainingSettings(HEADS, 0, False, 100, rows=4, length=128, rate=2e-3, bfloat16=True, save_every=25),
+    TrainingSettings(HEADS, 0, 100, rows=4, length=128, rate=2e-3, bfloat16=True, save_every=25),
     *(Lesson(60, 4, rate=1e-3), Lesson(60, 4, rate=1e-3)),
     {"target": Lesson(120, 8, rate=1e-3), "draft": Lesson(120, 8, rate=3e-3)},
 )

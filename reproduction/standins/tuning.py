@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from reproduction.baselines.heads import ParallelHeads, Sizes
 from reproduction.standins.models import save
-from slipstream.drafters.heads import ParallelHeads, Sizes
 from slipstream.training.trainer import Checkpoint, Loss, Steps, Trainer
 
 TARGET, HEADS, STATE = "target", "heads", "training.safetensors"
@@ -130,13 +130,13 @@ class Blockwise(nn.Module):
         super().__init__()
         config = base.config.get_text_config()
         self.base = base
-        self.heads = ParallelHeads(Sizes(heads, config.hidden_size, config.intermediate_size, False, name))
+        self.heads = ParallelHeads(Sizes(heads, config.hidden_size, config.intermediate_size, name))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (rows, n, 1 + heads, vocab): entry [t, k] predicts the token k + 1 positions after t."""
         out = self.base(input_ids=tokens, output_hidden_states=True, use_cache=False)
         hidden = out.hidden_states[-1]  # after the final norm
-        states = self.heads(hidden, hidden[..., :0])
+        states = self.heads(hidden)
         return torch.cat([out.logits.unsqueeze(2), self.base.get_output_embeddings()(states)], 2)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import DynamicCache
 from reproduction import lab, plane
 from reproduction.baselines.calibration import calibrated, p_value
 from reproduction.baselines.exits import ExitClock, ExitRule, Exits, saturation, softmax_gap
+from reproduction.baselines.heads import FILE, HeadsDrafter, ParallelHeads, Sizes
 from reproduction.baselines.sources import SourceDrafter, continuation
 from reproduction.published import EDITING
 from reproduction.runs import methods
@@ -24,6 +26,7 @@ from reproduction.standins import edits, tuning
 from reproduction.standins import python_prompts as writing
 from reproduction.standins.copies import Lessons
 from reproduction.standins.edits import Editing
+from reproduction.standins.heads import HeadTrainer, TrainingSettings
 from reproduction.standins.tuning import Blockwise, Lesson, Teaching
 from slipstream.core.request import Request
 from slipstream.decoding import acceptance, rules
@@ -31,14 +34,15 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate, plain
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.execution.names import CACHE, with_cache
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_tokenizer
 from slipstream.models.loading.pairings import EMBEDDED
-from slipstream.training.heads import TrainingSettings
+from slipstream.training.trainer import Progress
 from toys import EXACT, FAMILIES, GREEDY, HF_VOCAB, PAIRS, WRONG, first_tokens, plain_law, request, scorer, tiny
 from toys import total_variation as tv
+from toys.drafts import Altered, Checked, flat, law_error
+from toys.texts import SAMPLE, Cycle, ragged
 
 FLOAT = 1e-5
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -244,18 +248,77 @@ def test_a_block_is_exact_for_the_base_that_was_tuned(tmp_path: Path) -> None:
     folder = tuning.blockwise(tmp_path, inputs, Lesson(4, 2, 16, 1e-3), 3)
     model = type(inputs.model).from_pretrained(folder / tuning.TARGET)
     target, heads = CausalScorer(model), ParallelHeads.load(folder / tuning.HEADS)
-    assert heads.sizes.heads == 3 and not heads.sizes.pending
+    assert heads.sizes.heads == 3
     decoder = alone(target, drafter=HeadsDrafter(target, heads), controller=Fixed(2))
     assert generate(decoder, [asked()])[0].output == plain(decoder, [asked()])[0].output
+
+
+def some_heads() -> ParallelHeads:
+    torch.manual_seed(1)
+    heads = ParallelHeads(Sizes(3, 32, 16))
+    torch.nn.init.normal_(heads.down, std=0.5)
+    return heads.eval()
+
+
+def test_heads_read_the_state_behind_the_last_token_that_stands() -> None:
+    """While rows come, go and accept different numbers of tokens."""
+    target, heads = target_of(), some_heads()
+
+    def laws(text: list[int], drafted: list[int]) -> torch.Tensor:
+        states = target.model.model(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[:, -1]
+        return target.model.lm_head(heads(states)[0, : len(drafted)]).softmax(-1)
+
+    drafter = Checked(HeadsDrafter(target, heads), laws)
+    rows = generate(Decoder(target, drafter, controller=Cycle((3, 2, 0)), batch_size=2), ragged(SAMPLE))
+    assert drafter.positions > 20
+    assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [rules.TOKEN, rules.BLOCK], ids=lambda rule: rule.name)
+def test_the_law_with_heads_is_the_target_s(rule: rules.Rule) -> None:
+    target = CausalScorer(tiny(FAMILIES["llama"], vocab_size=3, num_hidden_layers=3, initializer_range=0.4))
+    decoder = Decoder(target, HeadsDrafter(target, some_heads()), rule.verify, Cycle((2,)))
+    assert law_error(decoder, 4) < FLOAT
+    if rule is rules.TOKEN:
+        assert law_error(replace(decoder, drafter=Altered(decoder.drafter, flat)), 4) > WRONG
+
+
+SETTINGS = TrainingSettings(heads=2, inner=24, steps=12, rows=4, length=24, rate=0.01, save_every=5)
+TEXT = np.tile(np.arange(11), 60)  # every token foretells all that follow
+
+
+def test_heads_learn_what_the_target_says_later(tmp_path: Path) -> None:
+    trainer = HeadTrainer(tiny(FAMILIES["llama"]), "tiny", TEXT, tmp_path, replace(SETTINGS, steps=60, rate=0.03))
+    before = trainer.report()["alpha"]
+    trainer.train()
+    assert all(new > old + 0.1 for old, new in zip(before, trainer.report()["alpha"], strict=True))
+    loaded = ParallelHeads.load(tmp_path)
+    assert loaded.sizes.target == "tiny" and torch.equal(loaded.down, trainer.heads.down)
+
+
+def test_an_interrupted_training_of_heads_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    model = tiny(FAMILIES["llama"])
+    whole = HeadTrainer(model, "tiny", TEXT, tmp_path / "whole", SETTINGS).train()
+
+    def interrupt(progress: Progress, loss: float) -> None:
+        if progress.steps == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        HeadTrainer(model, "tiny", TEXT, tmp_path / "parts", SETTINGS).train(interrupt)
+    assert not (tmp_path / "parts" / FILE).exists()
+    parts = HeadTrainer(model, "tiny", TEXT, tmp_path / "parts", SETTINGS).train()
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
 @torch.no_grad()
 def test_the_first_heads_cost_no_others() -> None:
     torch.manual_seed(0)
-    heads = ParallelHeads(Sizes(4, 8, 6, False))
+    heads = ParallelHeads(Sizes(4, 8, 6))
     torch.nn.init.normal_(heads.down)
     hidden = torch.randn(2, 8)
-    assert torch.allclose(heads(hidden, hidden[:, :0], 2), heads(hidden, hidden[:, :0])[:, :2], atol=FLOAT)
+    assert torch.allclose(heads(hidden, 2), heads(hidden)[:, :2], atol=FLOAT)
 
 
 # ---- how far a model of one's own is from the target --------------------------------------------------------------
@@ -341,7 +404,7 @@ def test_the_source_is_found_in_its_prompt() -> None:
 # ---- the plane -----------------------------------------------------------------------------------------------------
 
 BRIEF = Lessons(
-    TrainingSettings(5, 16, False, 2, rows=2, length=16, rate=1e-3),
+    TrainingSettings(5, 16, 2, rows=2, length=16, rate=1e-3),
     *(Lesson(2, 2, 16), Lesson(2, 2, 16)),
     {"target": Lesson(2, 2), "draft": Lesson(2, 2)},
 )

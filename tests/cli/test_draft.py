@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import slipstream
 from drafters.datastore.test_memory import Spelled
@@ -14,13 +13,9 @@ from slipstream.cli.app import INTERRUPTED, WRONG
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import CORPUS, MEMORY
 from slipstream.drafters.datastore.memory import ResponseMemory
-from slipstream.drafters.heads import FILE, ParallelHeads
 from slipstream.drafters.ngram import NgramModel
 from slipstream.models.loading import load as models
-from slipstream.training.heads import STATE, HeadTrainer
-from slipstream.training.trainer import Progress, Watch
 from terminal import run
-from toys import FAMILIES, tiny
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 
@@ -99,74 +94,6 @@ def test_what_a_memory_holds_is_listed(tmp_path: Path) -> None:
     assert "damaged or no memory" in run("draft", "list", f"{store}/damaged").stdout
 
 
-FEW = ("--steps", "3", "--length", "16", "--rows", "2", "--heads", "2", "--inner", "8")
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded target is trained for real elsewhere; here a tiny model stands in for it."""
-    model = tiny(FAMILIES["llama"], vocab_size=4096)
-    monkeypatch.setattr(models, "load_model", lambda *_, **__: model)
-
-
-def test_heads_are_trained_and_reported(small: None, texts: Path, tmp_path: Path) -> None:
-    command = ("draft", "build", f"heads:{tmp_path}/heads", str(texts), *FEW)
-    result = run(*command, "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["steps"] == 3 and len(report["alpha"]) == 2 and all(0 < alpha <= 1 for alpha in report["alpha"])
-    assert ParallelHeads.load(tmp_path / "heads").sizes.heads == 2
-    again = run(*command)
-    assert "going on from step 3 of 3" in again.stderr and "1: 0." in again.stdout
-
-
-def test_texts_are_kept_apart_by_the_end_of_text(
-    small: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr(HeadTrainer, "__init__", lambda trainer, model, name, tokens, *_: seen.extend(tokens))
-    monkeypatch.setattr(HeadTrainer, "step", property(lambda _: 1 / 0))  # ends the command
-    with pytest.raises(ZeroDivisionError):
-        run("draft", "build", f"heads:{tmp_path}/heads", str(texts / "c.jsonl"), *FEW)
-    tokenizer = models.load_tokenizer("embedded")
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CODE, "x = 1\n")]
-    assert seen == [tokenizer.eos_token_id, *ids[0], tokenizer.eos_token_id, *ids[1]]
-
-
-def test_ctrl_c_saves_and_the_same_command_goes_on(
-    small: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train = HeadTrainer.train
-
-    def interrupted(trainer: HeadTrainer, watch: Watch) -> ParallelHeads:
-        def interrupt(progress: Progress, loss: float) -> None:
-            if progress.steps == 2:
-                raise KeyboardInterrupt
-
-        return train(trainer, interrupt)
-
-    command = ("draft", "build", f"heads:{tmp_path}/heads", str(texts / "a.py"), *FEW)
-    monkeypatch.setattr(HeadTrainer, "train", interrupted)
-    result = run(*command)
-    assert result.exit_code == INTERRUPTED and "saved at step 2 of 3" in result.stderr
-    assert (tmp_path / "heads" / STATE).exists() and not (tmp_path / "heads" / FILE).exists()
-    monkeypatch.setattr(HeadTrainer, "train", train)
-    assert "going on from step 2 of 3" in run(*command).stderr
-    assert (tmp_path / "heads" / FILE).exists()
-
-
-def test_a_damaged_target_is_one_sentence_and_no_file(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny(FAMILIES["llama"], vocab_size=4096)
-    model.get_parameter("model.norm.weight").data.fill_(torch.nan)
-    monkeypatch.setattr(models, "load_model", lambda *_, **__: model)
-    result = run("draft", "build", f"heads:{tmp_path}/heads", str(texts / "a.py"), *FEW, "--json")
-    assert result.exit_code == WRONG and not result.stdout
-    assert "the embedded target gives non-finite logits" in result.stderr and result.stderr.count("\n") == 1
-    assert not (tmp_path / "heads").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -177,24 +104,16 @@ def test_a_damaged_target_is_one_sentence_and_no_file(
         ("ngram:x {}/a.py --vocab 999999999999", "it must be between 1 and 16777216"),
         ("ngram:x {}/a.py --target=", "the name of its model is empty"),
         ("ngram:x {}/bad.jsonl", ":2: the line must be a JSON object"),
-        ("ngram:x {}/a.py --steps 3", "ngram is built without them, so --steps cannot be used with it"),
+        ("ngram:x {}/a.py --temperature 3", "ngram is built without them, so --temperature cannot be used with it"),
         ("ngram: {}/a.py", "'ngram:' cannot be built: give ngram:FILE"),
         ("exit {}/a.py", "'exit' cannot be built"),
         ("lookup {}/a.py", "'lookup' cannot be built"),
         ("ngram:x", "ngram:x is made of texts: give a SOURCE"),
         ("datastore:s {}/absent", "no such file"),
         ("datastore:s {}/empty", "no tokens to index"),
-        ("heads:h {}/d.bin", "is not UTF-8"),
-        ("heads:h {}/a.py --rate 2", "rate=2.0 is not possible"),
-        ("heads:h {}/a.py --heads 20 --length 8", "too short for 20 heads"),
-        ("heads:h {}/c.jsonl --length 128", "tokens of text are too few"),
-        ("heads:h {}/empty --length 64", "tokens of text are too few"),
-        ("heads:h {}/a.py --length 5000", "length=5000 is too long: the embedded target holds 128 tokens"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
-    small: None, texts: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
-) -> None:
+def test_what_is_wrong_is_one_sentence(texts: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str) -> None:
     monkeypatch.chdir(texts.parent)
     (texts / "empty").write_text("")
     (texts / "bad.jsonl").write_text('{"text": "x"}\n{"other": 1}\n')

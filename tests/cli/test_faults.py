@@ -18,7 +18,6 @@ import pytest
 
 from slipstream.cli import app as cli
 from slipstream.drafters.datastore.corpus import Corpus
-from slipstream.drafters.heads import ParallelHeads
 from slipstream.drafters.ngram import NgramModel
 from slipstream.engine.plan_file import Plan
 from terminal import run
@@ -36,11 +35,9 @@ class Writer:
 
 
 SMALL_PLAN = ("plan", "--quick", "--sample", "4", "--max-new-tokens", "16", "--gamma", "1", "--repetitions", "1")
-TRAIN = ("draft", "build", "heads:out", "text.txt", "--heads", "1", "--inner", "8", "--steps", "2")
 WRITERS = {
     "ngram": Writer(("draft", "build", "ngram:out/mine.ngram", "text.txt"), "mine.ngram", NgramModel.load),
     "datastore": Writer(("draft", "build", "datastore:out", "text.txt"), "corpus.safetensors", Corpus.load),
-    "heads": Writer((*TRAIN, "--length", "8"), "heads.safetensors", lambda path: ParallelHeads.load(path.parent)),
     "plan": Writer((*SMALL_PLAN, "--save", "out/plan.json"), "plan.json", Plan.read),
 }
 
@@ -163,7 +160,6 @@ REFUSED = [
     (("draft", "build", "datastore:notes.md", "text.txt"), "notes.md is no folder"),
     (("draft", "build", "datastore:out", "text.txt"), "out/corpus.safetensors: it exists and is no corpus"),
     (("draft", "build", "datastore:out", "out/corpus.safetensors", "--force"), "it is an input of this command"),
-    (TRAIN, "out/heads.safetensors: it exists and is no parallel heads"),
     (("plan", "--save", "notes.md"), "notes.md: it exists and is no plan"),
     (("plan", "--save", "nowhere/plan.json"), "there is no folder nowhere; make it first"),
     (("plan", "--prompts", "text.txt", "--save", "text.txt", "--force"), "text.txt: it is an input of this command"),
@@ -172,7 +168,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=lambda value: " ".join(value) if value is tuple else None)
 def test_no_stranger_is_replaced(place: Path, arguments: tuple[str, ...], says: str) -> None:
-    for name in ("corpus.safetensors", "heads.safetensors"):
+    for name in ("corpus.safetensors",):
         (place / "out" / name).write_text("mine")
     (place / "other.md").write_text("mine")
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}

@@ -61,7 +61,7 @@ STRANGERS: dict[str, bytes] = {  # files of somebody else
     "nothing/memory.sqlite": b"damaged",
 }
 
-FOLDERS = ("empty", "folder", "pages", "broken", "nonsense", "nothing", "store", "tiny", "heads", ".")
+FOLDERS = ("empty", "folder", "pages", "broken", "nonsense", "nothing", "store", "tiny", ".")
 OURS = ("mine.ngram", "plan.json", "answers.jsonl", "ids.npy", "damaged.ngram", "store/corpus.safetensors")
 ODD = ("missing.txt", "nowhere/missing.txt", "notes.txt/x", "link", "dangling", "", "-", "x" * 300, "\udcff", "a b[/]")
 PATHS = (*STRANGERS, *FOLDERS, *OURS, *ODD)
@@ -124,7 +124,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             ("draft", "build", "ngram:mine.ngram", "folder"),
             ("draft", "build", "datastore:store", "notes.txt"),
             ("batch", "prompts.txt", "--max-new-tokens", "2", "--out", "answers.jsonl"),
-            ("draft", "build", "heads:heads", *TRAINING),
         ]
         for arguments in made:
             assert attempt(arguments).exit_code == 0
@@ -139,11 +138,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 MODELS = ("tiny", "missing", "broken", "nonsense", "empty", "notes.txt", "", "no/such", "a/b/c", ".", "link", "x" * 300)
 DRAFTS = (
     *("lookup", "embedded", "tiny", "tiny>tiny", "lookup|tiny", "lookup||plain", "plain", "ngram:mine.ngram", "exit:1"),
-    *("heads:heads", "datastore:store", "datastore:empty", "datastore:nothing", "ngram:damaged.ngram"),
-    *("ngram:notes.txt", "ngram:", "heads:empty", "heads:notes.txt", "exit:x", "exit:99", "exit:-1", "exit:0"),
+    *("datastore:store", "datastore:empty", "datastore:nothing", "ngram:damaged.ngram"),
+    *("ngram:notes.txt", "ngram:", "exit:x", "exit:99", "exit:-1", "exit:0"),
     *("a>", "|", "||", ">", "lookup?x=1", "lookup?max_matching_ngram_size=x", "lookup?max_matching_ngram_size=0"),
     *("lookup>tiny", "plain>tiny", "model:tiny", "model:", "datastore:missing?namespace=", "lookup?", "lookup:5"),
-    *("exit:1,99", "exit:1-", "lookup?max_matching_ngram_size=-3", "embedded:5", "plain|plain", "heads:store"),
+    *("exit:1,99", "exit:1-", "lookup?max_matching_ngram_size=-3", "embedded:5", "plain|plain"),
 )
 WORDS: dict[str, Sequence[str]] = {
     "gamma": ("0", "1", "3", "auto", "-1", "2.5", "x", "", "999999999999999999999", "\u0663", "\u00b2"),
@@ -179,7 +178,7 @@ def values(parameter: Any) -> Sequence[str]:
     if name == "sources":
         return (*PATHS, "dataset:x", "dataset:")
     if name == "name":  # of draft build
-        return ("ngram", "heads:", "exit", "exit:1", "vocabulary", "lookup", "x", "", *map("ngram:{}".format, PATHS))
+        return ("ngram", "exit", "exit:1", "vocabulary", "lookup", "x", "", *map("ngram:{}".format, PATHS))
     if name in FILES:
         return PATHS
     if name in {"target", "tokenizer"}:
@@ -200,7 +199,7 @@ GOOD: dict[str, Sequence[str]] = {  # what is right for a parameter, where the f
     "prompts": ("def f", "x ="),
     "file": ("prompts.txt",),
     "target": ("tiny",),
-    "draft": ("lookup", "tiny", "ngram:mine.ngram", "exit:1", "heads:heads"),
+    "draft": ("lookup", "tiny", "ngram:mine.ngram", "exit:1"),
     "tree": ("2,1",),
     "folder": ("store", "new"),
     "sources": ("notes.txt", "folder", "text.jsonl", "ids.npy"),
@@ -224,8 +223,6 @@ Words = tuple[str, ...]
 
 MEASURED = ("--quick", "--max-new-tokens", "4", "--repetitions", "1", "--target", "tiny", "--gamma", "1")
 
-TRAINING = ("folder", "--steps", "1", "--rows", "1", "--length", "8", "--heads", "1", "--inner", "4")
-
 # For each command how many cases there are in the fast and in the slow set, and what may come first, so that the work
 # is small; in the fast set it is the first of these.
 COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
@@ -237,7 +234,6 @@ COMMANDS: dict[str, tuple[int, int, tuple[Words, ...]]] = {
     "plan": (4, 120, (("--alpha", "0.8", "--cost", "0.1"), (), MEASURED)),
     "draft list": (2, 80, ((),)),
     "draft build": (8, 400, ((),)),
-    "draft build heads:new": (2, 110, (TRAINING,)),
     "draft forget": (3, 80, ((),)),
     "distill": (0, 30, (("--steps", "1", "--rows", "1", "--length", "8", "--write", "0", "--measure-every", "1"),)),
 }

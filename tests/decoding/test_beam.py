@@ -26,7 +26,7 @@ from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.copying import sure
-from slipstream.drafters.heads import HeadsDrafter
+from slipstream.drafters.heads import DFlashDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram, NgramModel
@@ -356,7 +356,7 @@ def test_what_cannot_be_searched_is_refused_in_a_sentence() -> None:
         with pytest.raises(ValueError, match="keeps a state"):
             beam_search(wrong, requests(Beams(2), prompts=[[3]]))
     with pytest.raises(ValueError, match="cannot draft for beam search"):
-        beam_search(Decoder(target, HeadsDrafter.__new__(HeadsDrafter)), requests(Beams(2)))
+        beam_search(Decoder(target, DFlashDrafter.__new__(DFlashDrafter)), requests(Beams(2)))
     for settings in (
         {"num_beams": 1},
         {"length_penalty": float("nan")},

@@ -23,7 +23,7 @@ from slipstream.drafters.chain import ChainDrafter
 from slipstream.drafters.choice import Bandit, Choice, Ucb
 from slipstream.drafters.datastore.corpus import Corpus
 from slipstream.drafters.datastore.drafter import Datastore
-from slipstream.drafters.heads import HeadDrafter, HeadsDrafter, ParallelHeads, Sizes
+from slipstream.drafters.heads import HeadDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram, NgramModel
@@ -54,11 +54,6 @@ def llama() -> Any:
     return tiny(FAMILIES["llama"], vocab_size=VOCAB, num_hidden_layers=3).double()
 
 
-def heads(target: CausalScorer) -> HeadsDrafter:
-    torch.manual_seed(3)
-    return HeadsDrafter(target, ParallelHeads(Sizes(2, 32, 8)).double())
-
-
 def eagle3(target: CausalScorer) -> HeadDrafter:
     net = new_eagle3(llama(), [0, 1, 2, 1], 2, seed=3).double().eval()  # one of three tokens it does not know
     return HeadDrafter(target, net, "eagle3")
@@ -77,10 +72,9 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "choice of choices": lambda target: Choice([Lookup(min_matching_ngram_size=2), Choice([Lookup(), chain()])]),
     "bandit": lambda target: Bandit([small(), Lookup(), NoDraft()], Ucb(hold=1), clock=lambda round: 1.0),
     "exit": lambda target: exit_drafter(target, 1),
-    "heads": lambda target: heads(target),
     "eagle3": lambda target: eagle3(target),
 }
-OWN = {"exit", "heads", "eagle3"}  # made of the target's own layers and states: their target is a real model
+OWN = {"exit", "eagle3"}  # made of the target's own layers and states: their target is a real model
 BY_CONTEXT = {"bandit"}  # learn from all texts: which text a seed gives depends on the others
 every = pytest.mark.parametrize("name", MADE)
 

@@ -15,11 +15,10 @@ from slipstream.core.law import Law
 from slipstream.decoding import rules
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
-from slipstream.decoding.generate import generate, plain
+from slipstream.decoding.generate import generate
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.frequent_tokens import FrequentTokens, TokenCounts, kept_counts
-from slipstream.drafters.heads import HeadsDrafter, ParallelHeads, Sizes
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.specification import drafter
 from slipstream.drafters.tree import TreeDrafter
@@ -33,7 +32,7 @@ from toys.drafts import Altered, law_error, propose, text_law
 from toys.enumeration import WRONG, total_variation
 from toys.families import FAMILIES, HF_VOCAB, PROBED, SEQ2SEQ, tiny
 from toys.tables import TableScorer, dirichlet_table
-from toys.texts import GREEDY, SAMPLE, Cycle, ragged, rare, request, row
+from toys.texts import GREEDY, SAMPLE, Cycle, rare, request, row
 
 needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 FLOAT = 1e-5  # the laws are softmaxes in float32
@@ -190,21 +189,6 @@ def test_only_kept_tokens_are_drafted() -> None:
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
-
-
-def test_heads_draft_kept_tokens_and_the_target_s_text() -> None:
-    target = CausalScorer(tiny(FAMILIES["llama"]))
-    draft = HeadsDrafter(target, ParallelHeads(Sizes(3, 32, 16)).eval(), KEPT)
-    drafted = set[int]()
-
-    def noted(one: Draft) -> Draft:
-        drafted.update(one.tokens.flatten().tolist())
-        return one
-
-    decoder = Decoder(target, Altered(draft, noted), controller=Fixed(3))
-    ours, expected = generate(decoder, ragged()), plain(decoder, ragged())
-    assert [each.tokens for each in ours] == [each.tokens for each in expected]
-    assert drafted and drafted <= set(KEPT.tolist())
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters.test_checkpoint_heads import block_draft, eagle
-from drafters.test_heads import some_heads
 from slipstream.core.protocols import Drafter
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.heads import DFlashDrafter, HeadDrafter, HeadsDrafter
+from slipstream.drafters.heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
@@ -40,12 +39,10 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "int4": int4,
     "int4, two tokens": lambda target: int4(target, torch.tensor([0, 2])),
     "window": lambda target: SameRowsDrafter(target.seeing(2, 1)),
-    "heads": lambda target: HeadsDrafter(target, some_heads(2)),
-    "heads on states": lambda target: HeadsDrafter(target, some_heads(2, pending=False)),
     "eagle3, two tokens": lambda target: HeadDrafter(target, eagle(target.model, 2), "eagle3"),
     "dflash": lambda target: DFlashDrafter(target, block_draft(target.model), "dflash"),
 }
-FAST = {(name, "block") for name in MADE if name not in {"window", "heads", "heads on states"}}
+FAST = {(name, "block") for name in MADE if name != "window"}
 FAST |= {("first layer", "token")}
 no_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 
@@ -87,11 +84,11 @@ def decoder(name: str, vocab: int, gammas: tuple[int, ...], rule: Rule = TOKEN, 
 )
 def test_the_law_is_the_target_s(name: str, rule: Rule) -> None:
     """Two tokens, or none, or one, in turn; from states, after a first plain step, two at once."""
-    by_states = name.startswith(("heads", "eagle3", "dflash"))
-    assert law_error(decoder(name, 3, (2,) if by_states else (2, 0, 1), rule), 4 if "heads" in name else 3) < FLOAT
+    by_states = name.startswith(("eagle3", "dflash"))
+    assert law_error(decoder(name, 3, (2,) if by_states else (2, 0, 1), rule), 3) < FLOAT
 
 
-@pytest.mark.parametrize("name", ["first layer", "eagle3, two tokens", *rare("int4", "heads")])
+@pytest.mark.parametrize("name", ["first layer", "eagle3, two tokens", *rare("int4")])
 def test_control_a_law_that_was_not_sampled_from_is_caught(name: str) -> None:
     assert law_error(decoder(name, 3, (2,), TOKEN, flat)) > WRONG
 
@@ -101,7 +98,7 @@ def test_stops_in_mid_round_and_company_change_nothing(name: str) -> None:
     company_changes_nothing(replace(decoder(name, HF_VOCAB, (4,)), batch_size=1))
 
 
-@kinds("first layer", "int4", "heads", "eagle3, two tokens", "dflash")
+@kinds("first layer", "int4", "eagle3, two tokens", "dflash")
 def test_settings_hold_for_the_draft_too(name: str) -> None:
     """Nothing is drafted that a request's own settings forbid, and a penalty looks at the drafted tokens before."""
     sampler, seen = Sampling(temperature=1.0, bad_words=[[7]], top_k=5, repetition_penalty=1.3), 0

@@ -130,7 +130,7 @@ CALLS = tuple(MEANT)
 STREAMS = tuple(name for name in MEANT if name not in {"skip", "on_round", "on_completion"})
 LOADS: dict[str, list[Any]] = {
     "draft": [
-        *("lookup", "embedded", "plain", "exit:1", "lookup|plain", "lookup||plain", "ngram:missing", "heads:missing"),
+        *("lookup", "embedded", "plain", "exit:1", "lookup|plain", "lookup||plain", "ngram:missing"),
         *("exit:9", "no/such", "a>", Path("missing"), Lookup(), "exit:x", "datastore:missing", "lookup?x=1", "|"),
     ],
     "gamma": MEANT["gamma"],

@@ -126,7 +126,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["exit:1", "int4", "window:8", "mtp", "heads:DIR", "eagle3:DIR"])
+@pytest.mark.parametrize("draft", ["exit:1", "int4", "window:8", "mtp", "eagle3:DIR"])
 def test_drafts_of_the_targets_own_parts_are_refused(draft: str, tmp_path: Path) -> None:
     settings = {"target": saved(tiny(FAMILIES["llama"]), tmp_path / "target"), "draft": draft}
     leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(settings)))

@@ -21,7 +21,6 @@ from slipstream.engine.load import Task, frame
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
 from slipstream.plan.planner import PlanSettings, make
-from slipstream.training.heads import HeadTrainer, TrainingSettings
 from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, tiny
 
@@ -190,12 +189,10 @@ def test_exact_shape_is_refused(pair: tuple[str, str]) -> None:
         slipstream.load(*pair, exact_shape=True)
 
 
-def test_what_is_for_causal_models_says_so(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_what_is_for_causal_models_says_so(pair: tuple[str, str]) -> None:
     target = CausalScorer(tiny(SEQ2SEQ["t5"]), "toy")
     with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: only causal models can draft"):
         exit_drafter(target, 1)
-    with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: heads are for causal models\.$"):
-        HeadTrainer(target.model, "toy", [1, 2, 3], tmp_path, TrainingSettings())
     with pytest.raises(ValueError, match="so it cannot draft for itself"):
         slipstream.load(pair[0], "exit:1")
     with pytest.raises(ValueError, match="every row needs a source"):

@@ -26,9 +26,7 @@ def root() -> None:
 
 Name = Annotated[
     str,
-    typer.Argument(
-        metavar="DRAFT", help="ngram:FILE, datastore:DIR, heads:DIR, vocabulary, or vocabulary:FILE elsewhere."
-    ),
+    typer.Argument(metavar="DRAFT", help="ngram:FILE, datastore:DIR, vocabulary, or vocabulary:FILE elsewhere."),
 ]
 Sources = Annotated[
     list[str] | None,
@@ -44,17 +42,6 @@ Ngrams = opt.panel(
     order=opt.own(int, 3, "The longest n-gram.", "N", min=1, max=5),
     vocab=opt.own(int | None, None, "Size of the target's logits; else by its config.", "N"),
 )
-Heads = opt.panel(
-    "heads:DIR",
-    count=opt.own(int, 4, "Heads, and so the most tokens.", "N", "--heads", min=1),
-    inner=opt.own(int, 0, "Hidden units; 0: as a layer of the target.", "N", min=0),
-    steps=opt.own(int, 1000, "Steps of the whole training.", "N", min=1),
-    rows=opt.own(int, 4, "Windows of text in a step.", "N", min=1),
-    length=opt.own(int, 256, "Tokens of a window.", "N", min=3),
-    rate=opt.own(float, 2e-3, "Learning rate.", "X"),
-    blind=opt.own(bool, False, "Do not see the pending token, as in Stern et al."),
-    bfloat16=opt.own(bool, False, "Multiply in bfloat16: faster where that works."),
-)
 Writing = opt.options_of(
     ("max_new_tokens", "temperature", "seed", "batch_size", "quantize"),
     max_new_tokens=64,
@@ -65,13 +52,12 @@ Output = opt.panel("Output", force=opt.FORCE, as_json=opt.REPORT_JSON)
 
 
 @drafts.command()
-@opt.with_options(opt.options_of(["target"]), Read, opt.Where, Ngrams, Heads, Writing, Output)
+@opt.with_options(opt.options_of(["target"]), Read, opt.Where, Ngrams, Writing, Output)
 def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
     """Build a draft for a target, which --draft then takes by the same name.
 
-    ngram, datastore and heads are made of documents; JSON lines hold "text", "tokens" (ids) or "messages" (of which
-    every assistant's content is a document). Files appear when they are whole; an interrupted training of heads goes on
-    with the same command.
+    ngram and datastore are made of documents; JSON lines hold "text", "tokens" (ids) or "messages" (of which every
+    assistant's content is a document). Files appear when they are whole.
 
     vocabulary counts the tokens that the target writes, for drafts that know the frequent ones only:
     --draft "int4?draft_vocab=2048".
@@ -82,7 +68,7 @@ def build(context: typer.Context, name: Name, sources: Sources = None) -> None:
 
     kind, _, place = name.partition(":")
     if kind not in BUILDERS or (not place and BUILDERS[kind].needs_place):
-        forms = "ngram:FILE, datastore:DIR, heads:DIR, vocabulary or vocabulary:FILE"
+        forms = "ngram:FILE, datastore:DIR, vocabulary or vocabulary:FILE"
         raise ValueError(f"{name!r} cannot be built: give {forms}.")
     if not sources:
         raise ValueError(f"{name} is made of texts: give a SOURCE, such as a file or a folder.")

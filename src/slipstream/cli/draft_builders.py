@@ -8,11 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-import typer
-
-from slipstream.cli.app import INTERRUPTED, say
-from slipstream.cli.console import busy, progress, steps
+from slipstream.cli.console import busy, progress
 from slipstream.cli.settings import read_documents
 from slipstream.engine.load import alone, load
 from slipstream.files import check_folder, check_writable
@@ -28,16 +24,12 @@ def _documents(sources: Sequence[str], params: dict[str, Any]) -> tuple[Any, lis
         return read_documents(params["target"], sources, params["field"])
 
 
-def _target(params: dict[str, Any]) -> str:
-    return "embedded" if params["target"] is None else params["target"]
-
-
 def ngram(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
     from slipstream.drafters.ngram import KIND, NgramModel
 
     check_writable(file, KIND, params["force"], sources)
     start, (_, ids) = perf_counter(), _documents(sources, params)
-    size = params["vocab"] or models.vocabulary(_target(params))
+    size = params["vocab"] or models.vocabulary("embedded" if params["target"] is None else params["target"])
     with busy("counting"):
         model = NgramModel.fit(ids, params["order"], size)
         model.save(file)
@@ -61,37 +53,6 @@ def datastore(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Bu
     tokens, size = len(corpus) - corpus.documents, (Path(folder) / CORPUS).stat().st_size
     report = {"folder": folder, "documents": corpus.documents, "tokens": tokens, "vocab": corpus.vocab, "bytes": size}
     return report, f"{folder}: {corpus.facts}, {size} bytes\nuse it: slipstream generate --draft datastore:{folder}"
-
-
-def heads(folder: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
-    from slipstream.core.garbage import keep_freed_memory
-    from slipstream.training.heads import FILES, HeadTrainer, TrainingSettings
-
-    keep_freed_memory()
-    check_folder(folder, FILES, params["force"], sources)
-    names = ("steps", "rows", "length", "rate", "seed", "bfloat16")
-    settings = TrainingSettings(
-        params["count"], params["inner"], not params["blind"], **{name: params[name] for name in names}
-    )
-    tokenizer, documents = _documents(sources, params)
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    tokens = np.concatenate([part for document in documents for part in (between, document)] or [between])
-    with busy("loading"):
-        dtype, name = "float32" if params["dtype"] == "auto" else params["dtype"], params["target"]
-        model = models.load_model(_target(params), dtype, params["device"])
-        trainer = HeadTrainer(model, name or "the embedded target", tokens, folder, settings)
-    if trainer.step:
-        say(f"going on from step {trainer.step} of {settings.steps}")
-    try:
-        with steps() as show:
-            trainer.train(lambda progress, loss: show(progress.steps, settings.steps, f"loss {loss:.3f}"))
-    except KeyboardInterrupt:
-        say(f"stopped and saved at step {trainer.step} of {settings.steps}; the same command goes on from there")
-        raise typer.Exit(INTERRUPTED) from None
-    report = trainer.report()
-    alphas = "  ".join(f"{position}: {alpha:.3f}" for position, alpha in enumerate(report["alpha"], 1))
-    text = f"{folder}: {settings.heads} heads after {report['steps']} steps; alpha on text kept aside, by position:"
-    return {"out": folder, **report}, f"{text}\n{alphas}"
 
 
 def vocabulary(file: str, sources: Sequence[str], params: dict[str, Any]) -> Built:
@@ -131,17 +92,12 @@ class Builder:
 
 
 DOCUMENTS = frozenset({"field", "force"})
-MODEL = frozenset({"dtype", "device", "seed"})
+WRITTEN = frozenset(
+    {"dtype", "device", "seed", "chat", "max_new_tokens", "temperature", "batch_size", "quantize", "force"}
+)
 
 BUILDERS = {  # kinds of drafts that can be built
     "ngram": Builder(ngram, DOCUMENTS | {"order", "vocab"}),
     "datastore": Builder(datastore, DOCUMENTS),
-    "heads": Builder(
-        heads, DOCUMENTS | MODEL | {"count", "inner", "steps", "rows", "length", "rate", "blind", "bfloat16"}
-    ),
-    "vocabulary": Builder(
-        vocabulary,
-        MODEL | {"chat", "max_new_tokens", "temperature", "batch_size", "quantize", "force"},
-        needs_place=False,
-    ),
+    "vocabulary": Builder(vocabulary, WRITTEN, needs_place=False),
 }

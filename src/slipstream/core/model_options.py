@@ -20,7 +20,7 @@ DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
 DRAFTS = (  # the forms of drafts besides names of models, for users; the table is `drafters.kinds.KINDS`
     *("int4", "int8", "window:N", "lookup", "ngram:FILE", "datastore:DIR", "exit:LAYERS", "eagle3:NAME", "dflash:NAME"),
-    *("phrases:FILE", "mtp", "heads:DIR", "tcp://HOST:PORT", "embedded", "plain"),
+    *("phrases:FILE", "mtp", "tcp://HOST:PORT", "embedded", "plain"),
 )
 MORE = "(docs/drafts.md). Or --draft-model. Without: the one declared for the target, else plain."
 

@@ -19,7 +19,7 @@ from slipstream.drafters.datastore.drafter import MEMORY, Datastore, DatastoreSe
 from slipstream.drafters.datastore.embedding import Embedder, InputEmbeddings, SentenceEmbedder
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
 from slipstream.drafters.frequent_tokens import FrequentTokens
-from slipstream.drafters.heads import DFlashDrafter, HeadDrafter, HeadsDrafter, ParallelHeads
+from slipstream.drafters.heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.phrases import PhraseDrafter, Phrases
@@ -209,11 +209,6 @@ def window(
     if not isinstance(part, SeesWindows):
         raise ValueError(f"{target.name} keeps a state, and nothing of which it could see a window: use int4 as draft.")
     return SameRowsDrafter(_graphed(context, part.seeing(int(tokens), sinks)))
-
-
-@kind("heads:DIR", "parallel heads, trained by `slipstream draft build`", **CUT)
-def heads(context: BuildContext, folder: str, draft_vocab: FrequentTokens | None = None) -> Drafter:
-    return HeadsDrafter(_own(context), ParallelHeads.load(folder), context.kept_tokens(draft_vocab))
 
 
 @kind("eagle3:NAME", "an EAGLE-3 draft of the target, by hub name or folder")
