@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 from slipstream.decoding.decoder import Decoder
 from slipstream.engine.engine import Engine
 from slipstream.models.causal import CausalScorer
-from slipstream.plan.sizes import Candidate, best, promised_alpha, read_choice, save_choice
-from slipstream.theory import distance, walltime_factor
+from slipstream.theory import distance
 from slipstream.training.distill import (
     Distiller,
     DistillSettings,
@@ -129,17 +128,6 @@ def test_sizes_that_fit_nothing_are_refused() -> None:
         new_student(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]), Size(1, 30, 7))
 
 
-def test_the_best_size_is_the_best_product_and_not_the_best_alpha(tmp_path: Path) -> None:
-    assert promised_alpha(0.2, 0.0) > promised_alpha(0.02, 0.0) > promised_alpha(0.02, 1.0)
-    flat = (1.0, 1.0, 1.0, 1.0)
-    small = Candidate.of("small", 0.02, DraftCosts(0.05, flat))
-    large = Candidate.of("large", 0.4, DraftCosts(0.6, flat))
-    assert large.alpha > small.alpha and best([small, large]) is small
-    assert small.gains[0] == pytest.approx(walltime_factor(small.alpha[0], small.gammas[0], 0.05))
-    save_choice(tmp_path, [small, large], small)
-    assert read_choice(tmp_path) == ([small, large], small)
-
-
 def measured(*gains: float) -> list[Measurement]:
     """Measurements after 10, 20, ... steps."""
     return [Measurement(10 * place, (0.5,), ((0.5,),), (1,), (gain,)) for place, gain in enumerate(gains, 1)]
@@ -158,6 +146,15 @@ def test_gains_are_those_of_theorem_3_8() -> None:
     gamma, gain = COSTS.gain([0.8, 0.64])
     assert (gamma, gain) == (2, pytest.approx((1 + 0.8 + 0.64) / (1.2 + 0.2)))
     assert COSTS.gain([0.0, 0.0]) == (0, 1.0)
+
+
+def test_costs_are_kept_for_the_draft_that_they_were_measured_with(tmp_path: Path) -> None:
+    file = tmp_path / "work" / "costs.json"
+    assert DraftCosts.read(file, "small") is None
+    COSTS.save(file, "small")
+    assert DraftCosts.read(file, "small") == COSTS
+    with pytest.raises(ValueError, match=r"of another draft \(small\): give another --work"):
+        DraftCosts.read(file, "large")
 
 
 TEXT = np.tile([5, 3, 9, 3, 7, 7, 1, 2, 8, 40, 3, 11, 9], 60)

@@ -19,8 +19,7 @@ from slipstream.text.jsontext import json_text
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
-    from slipstream.plan.sizes import Candidate
-    from slipstream.training.distill import Distiller, DistillSettings, Measurement
+    from slipstream.training.distill import Distiller, DistillSettings, DraftCosts, Measurement
     from slipstream.training.material import Divided, Material
     from slipstream.training.students import Distilled
 
@@ -29,7 +28,7 @@ REQUIRED = inspect.Parameter.empty
 Aimed = panel(
     "The draft",
     out=own(Path, REQUIRED, "The folder of the draft; it appears when it is whole.", "DIR"),
-    size=own(str, "0.1", "Share of the target's parameters, or auto: the best by what sizes cost.", "X"),
+    size=own(float, 0.1, "Share of the target's parameters.", "X", min=0.0, max=1.0),
     layers=own(int | None, None, "Layers of a new draft, with --width.", "N", min=1),
     width=own(int | None, None, "Hidden size of a new draft, with --layers.", "N", min=1),
     draft=own(str | None, None, "Improve this draft instead: hub name, folder, or embedded.", "NAME"),
@@ -70,7 +69,7 @@ def distill(context: typer.Context, target: Target = None) -> None:
 
     Then: slipstream generate --target TARGET --draft DIR
 
-    Example: slipstream distill Qwen/Qwen3-1.7B --data my-texts --out my-draft --size auto --compile
+    Example: slipstream distill Qwen/Qwen3-1.7B --data my-texts --out my-draft --compile
     """
     from slipstream.core.garbage import keep_freed_memory
     from slipstream.training.distill import Distiller, DistillSettings
@@ -78,7 +77,10 @@ def distill(context: typer.Context, target: Target = None) -> None:
     from slipstream.training.students import check_draft_folder, save_draft
 
     params = context.params
-    share = _share(params)
+    if (params["layers"] is None) != (params["width"] is None):
+        raise ValueError("a size is given by both --layers and --width, or by --size alone.")
+    if params["draft"] and params["layers"]:
+        raise ValueError("--draft improves a draft as large as it is: leave --layers and --width out.")
     chosen_rate = {"rate": (1e-3 if params["draft"] else 4e-3) if params["rate"] is None else params["rate"]}
     written = {"written": params["written"] if params["write"] else 0.0}
     own_names = [each.name for each in fields(DistillSettings) if each.name in params]
@@ -92,10 +94,10 @@ def distill(context: typer.Context, target: Target = None) -> None:
             between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
             divided = divide([[*between, *ids] for ids in documents])  # may be unfit, before the model is loaded
             engine = _engine(target, params["dtype"], params["device"], params["compile"])
-        models = _models(engine, params, share)
-        student, chosen = _student(engine, models, divided, settings, folder, params["compile"])
+        size, student = _student(engine, params)
+        costs = _costs(engine, size, student, divided.prompts[:6], params, folder / "costs.json")
         material = _material(engine, divided, settings, params["write"], folder)
-        distiller = Distiller(engine, student, material, chosen.costs, settings, folder)
+        distiller = Distiller(engine, student, material, costs, settings, folder)
         keep_freed_memory()
         if done := distiller.progress.steps:
             say(f"going on from step {done} of {settings.steps}")
@@ -108,7 +110,7 @@ def distill(context: typer.Context, target: Target = None) -> None:
         say("stopped and saved; the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
     origin = f"improved from `{params['draft']}`" if params["draft"] else "trained from scratch"
-    about = _about(distiller, target or "embedded", data, origin, chosen.name)
+    about = _about(distiller, target or "embedded", data, origin, size)
     save_draft(distiller.as_used(), engine.tokenizer, about, out)
     if params["as_json"]:
         print(json_text({"out": str(out), **about.as_dict()}))
@@ -116,22 +118,6 @@ def distill(context: typer.Context, target: Target = None) -> None:
         print(f"{out}: {about.parameters:,} parameters ({about.size}), {about.steps} steps, {about.tokens:,} tokens")
         print(_measurement_line(about.measured[-1], about.settings.steps))
         print(f"use: slipstream generate --target {about.target} --draft {out}")
-
-
-def _share(params: dict[str, Any]) -> float | None:
-    """Return the share of the target's parameters; None for the best one. Raises ValueError for impossible options."""
-    layers, size = params["layers"], params["size"]
-    if (layers is None) != (params["width"] is None):
-        raise ValueError("a size is given by both --layers and --width, or by --size alone.")
-    if params["draft"] and layers:
-        raise ValueError("--draft improves a draft as large as it is: leave --layers and --width out.")
-    try:
-        share = None if size == "auto" else float(size)
-    except ValueError:
-        share = 0.0
-    if share is not None and not 0 < share < 1:
-        raise ValueError(f"--size {size} is not possible: give a share between 0 and 1, or auto.")
-    return share
 
 
 def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -> Engine:
@@ -146,52 +132,44 @@ def _engine(target: str | None, dtype: str, device: str | None, compile: bool) -
     return engine
 
 
-def _student(
-    engine: Engine, models: dict[str, Any], divided: Divided, settings: DistillSettings, folder: Path, compile: bool
-) -> tuple[Any, Candidate]:
-    """Return the draft model before its training, and its measured candidate.
-    Costs are measured and a size chosen at the first run only; a resumed training keeps the size."""
-    from slipstream.execution.passes import Mode
-    from slipstream.plan.sizes import best, measure_candidates, read_choice, save_choice
-
-    known = read_choice(folder)
-    if known is None:
-        progress = console(stderr=True).print if compile else None
-        mode = Mode(compile, packed=True, ahead=(settings.gamma,), progress=progress)
-        with busy("measuring what drafting costs"):
-            candidates = measure_candidates(engine, models, divided.prompts[:6], settings.gamma, mode)
-        known = candidates, best(candidates)
-        save_choice(folder, *known)
-    candidates, chosen = known
-    if chosen.name not in models:
-        raise ValueError(
-            f"{folder} holds the training of a draft of another size ({chosen.name}): give another --work."
-        )
-    for one in candidates:
-        costs = f"{one.share:.1%} of the target, a drafting step costs {one.costs.c:.3f} of its steps"
-        promise = f"alpha {one.alpha[0]:.2f} / {one.alpha[1]:.2f} would give {one.gains[0]:.2f}x / {one.gains[1]:.2f}x"
-        taken = " <- taken" if one is chosen and len(candidates) > 1 else ""
-        say(f"{one.name}: {costs}; {promise} at temperature 0 / 1{taken}")
-    return models[chosen.name].float().train(), chosen
-
-
-def _models(engine: Engine, params: dict[str, Any], share: float | None) -> dict[str, Any]:
+def _student(engine: Engine, params: dict[str, Any]) -> tuple[str, Any]:
+    """Return the name of the draft, which is its size or where it comes from, and the model before its training."""
     from slipstream.models.loading.load import load_model
     from slipstream.models.loading.pairings import EMBEDDED
-    from slipstream.plan.sizes import SHARES
     from slipstream.training.material import target_of
     from slipstream.training.students import Size, new_student, size_for
 
-    target, draft = target_of(engine), params["draft"]
+    target, draft, layers = target_of(engine), params["draft"], params["layers"]
     if draft:
         source = EMBEDDED / "draft" if draft == "embedded" else draft
         model = load_model(source, "float32", str(target.device))
         if model.config.get_text_config().vocab_size != target.model.config.get_text_config().vocab_size:
             raise ValueError(f"{draft} has another vocabulary than {target.name}: take a draft with its tokenizer.")
-        return {draft: model}
-    sizes = [size_for(target.model.config, each) for each in ([share] if share else SHARES)]
-    sizes = [Size(params["layers"], params["width"])] if params["layers"] else sizes
-    return {str(size): new_student(target.model, size, params["seed"]) for size in sizes}
+        return draft, model.float()
+    size = Size(layers, params["width"]) if layers else size_for(target.model.config, params["size"])
+    return str(size), new_student(target.model, size, params["seed"])
+
+
+def _costs(
+    engine: Engine, name: str, student: Any, texts: Sequence[Any], params: dict[str, Any], file: Path
+) -> DraftCosts:
+    """Return what drafting costs, which is measured at the first run only: a resumed training counts as it began."""
+    from slipstream.execution.passes import Mode
+    from slipstream.measure.environment import parameters
+    from slipstream.plan.draft_costs import measure_costs
+    from slipstream.training.distill import DraftCosts
+    from slipstream.training.material import target_of
+
+    costs = DraftCosts.read(file, name)
+    if costs is None:
+        progress = console(stderr=True).print if params["compile"] else None
+        mode = Mode(params["compile"], packed=True, ahead=(params["gamma"],), progress=progress)
+        with busy("measuring what drafting costs"):
+            costs = measure_costs(engine, student, texts, params["gamma"], mode)
+        costs.save(file, name)
+    share = parameters(student) / parameters(target_of(engine).model)
+    say(f"{name}: {share:.1%} of the target, a drafting step costs {costs.c:.3f} of its steps")
+    return costs
 
 
 def _material(engine: Engine, divided: Divided, settings: DistillSettings, write: int, folder: Path) -> Material:

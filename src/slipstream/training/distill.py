@@ -61,6 +61,25 @@ class DraftCosts:
         gamma = best_gamma_by_position(kept, self.c, self.curve)
         return gamma, expected_tokens(kept[:gamma]) / round_cost(gamma, self.c, self.curve)
 
+    def save(self, file: Path, draft: str) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as part:
+            part.write_text(json_text({"draft": draft, **asdict(self)}), encoding="utf-8")
+
+    @staticmethod
+    def read(file: Path, draft: str) -> DraftCosts | None:
+        """Read the costs of a draft of this name; None without a file. Raises ValueError for those of another one."""
+        if not file.exists():
+            return None
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            known, costs = record["draft"], DraftCosts(record["c"], tuple(record["verify"]))
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
+        if known != draft:
+            raise ValueError(f"{file.parent} holds the training of another draft ({known}): give another --work.")
+        return costs
+
 
 @dataclass(frozen=True)
 class Measurement:
