@@ -68,17 +68,9 @@ class Case:
         return self.decoder.controller.most
 
     def requests(self, sampler: Sampler, count: int | None = None, tokens: int | None = None) -> list[Request]:
-        limit, prompts = tokens or self.settings.max_new_tokens, self.prompts
+        limit, seed, prompts = tokens or self.settings.max_new_tokens, self.settings.seed, self.prompts
         return [
-            request_for(
-                prompts[i % len(prompts)],
-                sampler,
-                limit,
-                copy=i,
-                eos=self.eos,
-                seed=self.settings.seed,
-                frame=self.frame,
-            )
+            request_for(prompts[i % len(prompts)], sampler, limit, copy=i, eos=self.eos, seed=seed, frame=self.frame)
             for i in range(count or len(prompts))
         ]
 
@@ -230,13 +222,7 @@ def about_wiring(observed: Observations) -> Finding:
     says = f"{observed.drafted} drafted tokens, their distributions and the verifier's are what they should be"
     if observed.q is None and observed.drafted:
         says += " (the drafter's draws cannot be seen: the samples judge them)"
-    figures = {
-        "p": observed.p,
-        "q": observed.q,
-        "next": observed.next,
-        "astray": observed.astray,
-        "drafted": observed.drafted,
-    }
+    figures = {name: getattr(observed, name) for name in ("p", "q", "next", "astray", "drafted")}
     return Finding("wiring", not faults, "; ".join(faults) or says, figures)
 
 

