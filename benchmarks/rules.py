@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import slipstream
-from slipstream.check.enumeration import Process, drafts, outcomes
+from slipstream.check.enumeration import Processes, after, drafts, outcomes
 from slipstream.core.draft import Draft, ancestors
 from slipstream.core.law import Law
 from slipstream.core.stats import Stats
@@ -164,32 +164,27 @@ def exactly(tables: int) -> list[dict[str, Any]]:
     return lines
 
 
-def table(seed: int, depth: int) -> Process:
+def table(seed: int, depth: int) -> Processes:
     """Return random laws after every text of up to `depth` tokens: p from a flat Dirichlet distribution, q partly p."""
     p, q = list[torch.Tensor](), list[torch.Tensor]()
     for length in range(depth + 1):
         rng = torch.Generator().manual_seed(1000 * seed + length)
-        shape = (TABLE_VOCAB,) * (length + 1)
+        shape = (1, *(TABLE_VOCAB,) * (length + 1))
         one, other = (-torch.rand(shape, generator=rng, dtype=torch.float64).log() for _ in range(2))
         p.append(one / one.sum(-1, keepdim=True))
         q.append(LIKE_TARGET * p[-1] + (1 - LIKE_TARGET) * other / other.sum(-1, keepdim=True))
-    return Process(p, q[:depth], False)
+    return Processes(p, q[:depth], False)
 
 
-def expected(side: Side, process: Process) -> float:
+def expected(side: Side, process: Processes) -> float:
     """Return the expected number of accepted tokens, by enumerating every draft and every outcome of verification."""
     chosen = rule(side.verify)
     chain, independent = max(side.shape) == 1, bool(chosen.paths)
     parents = tuple(range(-1, side.depth - 1)) if chain else tree_parents(side.shape)[0]
     lines = ancestors(parents)
-    tokens, weights = drafts(process, lines, independent)
-
-    def after(tables: list[torch.Tensor], line: Sequence[int]) -> torch.Tensor:
-        places = tuple(tokens[:, node].clamp(min=0) for node in line)
-        return tables[len(line)][places] if line else tables[0].expand(len(tokens), -1)
-
-    p = torch.stack([after(process.p, line) for line in ((), *lines)], 1)
-    q = torch.stack([after(process.q, line[:-1]) for line in lines], 1)
+    owners, tokens, weights = drafts(process, lines, independent)
+    p = torch.stack([after(process.p[len(line)], owners, tokens, line) for line in ((), *lines)], 1)
+    q = torch.stack([after(process.q[len(line) - 1], owners, tokens, line[:-1]) for line in lines], 1)
     lengths = (len(lines),) * len(tokens)
     draft = Draft(tokens, Law(probs=q), lengths, parents=None if chain else parents, replacement=independent)
     verdicts = outcomes(lambda draw: chosen.verify(Law(probs=p), draft, draw))

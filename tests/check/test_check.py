@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from scripted import repeat
 from slipstream.check import CheckReport, check
 from slipstream.check.controls import broken
-from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_law, wide
+from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_laws, wide
 from slipstream.check.samples import CellCounts, critical, detectable, tail
 from slipstream.cli import app as cli
 from slipstream.core.draft import Draft, Verdict, Verifier
@@ -343,10 +343,10 @@ def test_a_law_that_was_not_sampled_from_or_forgets_what_was_cut_is_caught(
 def test_the_control_never_gives_the_tokens_that_a_draft_lacks() -> None:
     """By enumeration: they have the chance that p gives them with the rule itself, and none with the control."""
     p, q = normed(torch.tensor([5.0, 3.0, 2.0])), normed(torch.tensor([7.0, 0.0, 3.0]))
-    process = wide(Pair(p, q, p))
+    process = wide([Pair(p, q, p)])
     control = next(rule for rule in broken(TOKEN, greedy=False, cut=True) if rule.name == WHOLE)
-    assert float(rule_law(TOKEN.verify, process, None).sum(1)[1]) == pytest.approx(0.3, abs=1e-12)
-    assert float(rule_law(control.verify, process, None).sum(1)[1]) == 0
+    assert float(rule_laws(TOKEN.verify, process, None).sum(2)[0, 1]) == pytest.approx(0.3, abs=1e-12)
+    assert float(rule_laws(control.verify, process, None).sum(2)[0, 1]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -861,18 +861,18 @@ def pairs(copied: bool = False) -> list[Pair]:
 @pytest.mark.parametrize("rule", [TOKEN, BLOCK, MATCH], ids=lambda rule: rule.name)
 def test_the_enumerated_law_of_exact_rules_is_the_targets(rule: Rule, copied: bool) -> None:
     for parents, cells in ((None, CHAIN_CELLS), (TREE, 3)):
-        process = deep(pairs(copied), cells)
-        law = rule_law(rule.verify, process, parents)
-        assert float(law.sum()) == pytest.approx(1, abs=1e-12)
-        assert total_variation(law.flatten(), process.law.flatten()) < 1e-12
+        made = deep(pairs(copied), cells, (0, 5))
+        laws = rule_laws(rule.verify, made, parents).flatten(1)
+        assert laws.sum(1).tolist() == pytest.approx([1, 1], abs=1e-12)
+        assert total_variation(laws, made.law.flatten(1)).max() < 1e-12
 
 
 def test_the_enumerated_law_of_accepting_everything_is_the_drafts() -> None:
-    process = deep(pairs(), CHAIN_CELLS)
-    want = process.q[0][:, None, None] * process.q[1][:, :, None] * process.p[2]
-    assert total_variation(rule_law(accept_all, process, None).flatten(), want.flatten()) < 1e-12
-    one = wide(pairs()[0])
-    assert total_variation(rule_law(accept_all, one, None).sum(1), one.q[0]) < 1e-12
+    made = deep(pairs(), CHAIN_CELLS, (0, 5))
+    want = made.q[0][:, :, None, None] * made.q[1][:, :, :, None] * made.p[2]
+    assert total_variation(rule_laws(accept_all, made, None).flatten(1), want.flatten(1)).max() < 1e-12
+    some = wide(pairs()[:3])
+    assert total_variation(rule_laws(accept_all, some, None).sum(2), some.q[0]).max() < 1e-12
 
 
 def test_pooling_keeps_the_mass() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, product
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from slipstream.core.draws import Purpose
 from slipstream.core.law import Law, total_variation
 
 WIDE, CHAIN_CELLS, TREE_CELLS = 512, 4, 3
+TOGETHER = 1 << 14  # the most numbers of the tables of processes that go through a rule at once
 CHOICES = 4  # the most outcomes of a draw to enumerate: coins have two or three, while draws of tokens have too many
 Topology = tuple[int, ...]
 TREE: Topology = (-1, -1, 0, 0, 1, 1)
@@ -80,8 +80,9 @@ def normed(weights: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Process:
-    """Small processes p and q on cells: p[i] and q[i] (cells,) * i + (cells,) are the laws after every i tokens."""
+class Processes:
+    """Small processes p and q on cells, side by side: p[i] and q[i] (processes,) + (cells,) * i + (cells,) are the laws
+    after every i tokens."""
 
     p: list[Tensor]
     q: list[Tensor]
@@ -95,58 +96,60 @@ class Process:
         return joint
 
 
-def wide(pair: Pair) -> Process:
-    cells = pair.p.shape[0]
-    return Process([pair.p, pair.following.expand(cells, cells)], [pair.q], pair.copied)
+def wide(pairs: Sequence[Pair]) -> Processes:
+    p, q, following = (torch.stack(laws) for laws in zip(*(pair.laws for pair in pairs), strict=True))
+    return Processes([p, following[:, None].expand(-1, p.shape[1], -1)], [q], pairs[0].copied)
 
 
-def deep(pairs: Sequence[Pair], cells: int) -> Process:
-    """Make a process of two drafted tokens on few cells, with the laws of another pair after every text."""
-    supply = iter(pairs[i % len(pairs)].pooled(cells) for i in count())
-    cells = next(supply).p.shape[0]
+def deep(pairs: Sequence[Pair], cells: int, starts: Sequence[int] = (0,)) -> Processes:
+    """Make processes of two drafted tokens on few cells, from each start, with the laws of another pair after every
+    text."""
+    few = [pair.pooled(cells) for pair in pairs]
+    cells, taken = few[0].p.shape[0], 0
     p, q = list[Tensor](), list[Tensor]()
     for length in range(3):
-        these = [next(supply) for _ in product(range(cells), repeat=length)]
-        p.append(torch.stack([pair.p for pair in these]).view((cells,) * (length + 1)))
-        q.append(torch.stack([pair.q for pair in these]).view((cells,) * (length + 1)))
-    return Process(p, q[:2], pairs[0].copied)
+        count = cells**length
+        these = [few[(start + place) % len(few)] for start in starts for place in range(taken, taken + count)]
+        shape, taken = (len(starts), *(cells,) * (length + 1)), taken + count
+        p.append(torch.stack([pair.p for pair in these]).view(shape))
+        q.append(torch.stack([pair.q for pair in these]).view(shape))
+    return Processes(p, q[:2], pairs[starts[0]].copied)
 
 
-def rule_law(verify: Verifier, process: Process, parents: Topology | None, replacement: bool = False) -> Tensor:
-    """Return the joint law (cells,) * len(process.p) of the first tokens under a rule; after the round they follow p.
+def rule_laws(verify: Verifier, made: Processes, parents: Topology | None, replacement: bool = False) -> Tensor:
+    """Return the joint laws (processes,) + (cells,) * len(made.p) of the first tokens under a rule; after the round
+    they follow p.
 
     `parents` is the shape of the draft, None for a chain; see `DraftShape`. Raises TooMany if the rule draws among too
     many tokens to enumerate.
     """
-    lines = ancestors(parents or tuple(range(-1, len(process.q) - 1)))
-    tokens, weights = drafts(process, lines, replacement)
-    p = torch.stack([_after(process.p[len(line)], tokens, line) for line in ((), *lines)], 1)
-    q = torch.stack([_after(process.q[len(line) - 1], tokens, line[:-1]) for line in lines], 1)
-    law = Law(tokens=tokens) if process.copied else Law(probs=q)
+    lines = ancestors(parents or tuple(range(-1, len(made.q) - 1)))
+    owners, tokens, weights = drafts(made, lines, replacement)
+    p = torch.stack([after(made.p[len(line)], owners, tokens, line) for line in ((), *lines)], 1)
+    q = torch.stack([after(made.q[len(line) - 1], owners, tokens, line[:-1]) for line in lines], 1)
+    law = Law(tokens=tokens) if made.copied else Law(probs=q)
     draft = Draft(tokens, law, (len(lines),) * len(tokens), parents=parents, replacement=replacement)
-    sums = [torch.zeros(p.shape[-1] ** (i + 1), dtype=torch.float64) for i in range(len(process.p))]
+    sums = [torch.zeros(laws.shape, dtype=torch.float64) for laws in made.p]
     for verdict, chance in outcomes(lambda draw: verify(Law(probs=p), draft, draw)):
-        _collect(sums, verdict, draft, weights * chance)
+        _collect(sums, verdict, draft, owners, weights * chance)
     joint = sums[0]
-    for law_of_next, more in zip(process.p[1:], sums[1:], strict=True):
-        joint = (joint.view(law_of_next.shape[:-1]).unsqueeze(-1) * law_of_next).flatten() + more
-    return joint.view(process.p[-1].shape)
+    for law_of_next, more in zip(made.p[1:], sums[1:], strict=True):
+        joint = joint.unsqueeze(-1) * law_of_next + more
+    return joint
 
 
-def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool = False) -> tuple[Tensor, Tensor]:
-    """Return every draft (rows, nodes) with its chance (rows,); siblings are drawn without replacement by default.
-    If q is copied there is one draft: the token of q, with the next ids as its siblings."""
-    cells, siblings = (
-        process.p[0].shape[0],
-        [[older for older in range(node) if lines[older][:-1] == lines[node][:-1]] for node in range(len(lines))],
-    )
-    if process.copied:
-        first = int(process.q[0].argmax())
-        return torch.tensor([[(first + len(elder)) % cells for elder in siblings]]), normed(torch.ones(1))
-    tokens, weights = torch.zeros(1, 0, dtype=torch.long), normed(torch.ones(1))
-    options = torch.tensor([*range(cells), ABSENT])
+def drafts(made: Processes, lines: Sequence[Sequence[int]], replacement: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return every draft of every process: the process (rows,), the tokens (rows, nodes) and the chance (rows,).
+    Siblings are drawn without replacement by default. If q is copied there is one draft of each: the token of q, with
+    the next ids as its siblings."""
+    count, cells = made.p[0].shape
+    siblings = [[older for older in range(node) if lines[older][:-1] == lines[node][:-1]] for node in range(len(lines))]
+    owners, weights = torch.arange(count), torch.ones(count, dtype=torch.float64)
+    if made.copied:
+        return owners, (made.q[0].argmax(1)[:, None] + torch.tensor([*map(len, siblings)])) % cells, weights
+    tokens, options = torch.zeros(count, 0, dtype=torch.long), torch.tensor([*range(cells), ABSENT])
     for line, elder in zip(lines, siblings, strict=True):
-        q = torch.nn.functional.pad(_after(process.q[len(line) - 1], tokens, line[:-1]), (0, 1))
+        q = torch.nn.functional.pad(after(made.q[len(line) - 1], owners, tokens, line[:-1]), (0, 1))
         for older in [] if replacement else elder:  # an ABSENT one zeroes the last column, which is set below
             q = q.scatter(1, tokens[:, older : older + 1] % (cells + 1), 0)
         orphan = (tokens[:, list(line[:-1])] == ABSENT).any(1)
@@ -154,29 +157,27 @@ def drafts(process: Process, lines: Sequence[Sequence[int]], replacement: bool =
         q[orphan, :-1] = 0
         weights = (weights[:, None] * normed(q)).flatten()
         tokens = torch.cat([tokens.repeat_interleave(cells + 1, 0), options.repeat(len(tokens))[:, None]], 1)
-        tokens, weights = tokens[weights > 0], weights[weights > 0]
-    return tokens, weights
+        owners, possible = owners.repeat_interleave(cells + 1), weights > 0
+        owners, tokens, weights = owners[possible], tokens[possible], weights[possible]
+    return owners, tokens, weights
 
 
-def _after(table: Tensor, tokens: Tensor, line: Sequence[int]) -> Tensor:
-    places = tuple(tokens[:, node].clamp(min=0) for node in line)
-    return table[places] if line else table.expand(len(tokens), -1).clone()
+def after(table: Tensor, owners: Tensor, tokens: Tensor, line: Sequence[int]) -> Tensor:
+    return table[(owners, *(tokens[:, node].clamp(min=0) for node in line))]
 
 
-def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, weights: Tensor) -> None:
-    """Add the emitted tokens of every row: sums[i] (cells ** (i + 1)) are texts of i accepted tokens and one more."""
-    cells = sums[0].shape[0]
-    if verdict.law.tokens is None:
-        following = verdict.law.dense[:, 0].double()
-    else:
-        following = torch.nn.functional.one_hot(verdict.law.tokens[:, 0], cells).double()
+def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, owners: Tensor, weights: Tensor) -> None:
+    """Add the emitted tokens of every row to those of its process: sums[i] (processes,) + (cells,) * (i + 1) are texts
+    of i accepted tokens and one more."""
+    law, cells = verdict.law, sums[0].shape[1]
+    following = law.dense[:, 0] if law.tokens is None else torch.nn.functional.one_hot(law.tokens[:, 0], cells)
     path = torch.arange(len(sums) - 1).expand(len(weights), -1) if verdict.path is None else verdict.path
     for accepted, total in enumerate(sums):
         rows = (verdict.accepted == accepted) & (weights > 0)
-        prefix = torch.zeros(int(rows.sum()), dtype=torch.long)
+        prefix = owners[rows]
         for depth in range(accepted):
             prefix = prefix * cells + draft.tokens[rows].gather(1, path[rows, depth : depth + 1])[:, 0]
-        total.view(-1, cells).index_add_(0, prefix, weights[rows, None] * following[rows])
+        total.view(-1, cells).index_add_(0, prefix, weights[rows, None] * following[rows].double())
 
 
 # ---- every outcome of the draws --------------------------------------------------------------------------------------
@@ -240,19 +241,27 @@ class Distance:
 
 def distances(verify: Verifier, pairs: Sequence[Pair], form: DraftShape) -> list[Distance]:
     """Return the exact distances of a rule on processes made of these pairs: wide ones and deep ones."""
-    shapes = [(wide(pair), form.shallow) for pair in wide_pairs(pairs, form)]
-    starts = range(0, len(pairs), form.every)
-    shapes += [(deep([*pairs[start:], *pairs[:start]], form.deep), form.bushy) for start in starts]
-    results = []
-    for process, parents in shapes:
+    results = list[Distance]()
+    for made, parents in _shapes(pairs, form):
         try:
-            law, want = rule_law(verify, process, parents, form.replacement), process.law
+            laws, want = rule_laws(verify, made, parents, form.replacement), made.law
         except TooMany:
             continue
-        later = tuple(range(1, law.dim()))
-        first = total_variation(law.sum(later), want.sum(later))
-        results.append(Distance(float(first), float(total_variation(law.flatten(), want.flatten()))))
+        later = tuple(range(2, laws.dim()))
+        first = total_variation(laws.sum(later), want.sum(later)).tolist()
+        results += map(Distance, first, total_variation(laws.flatten(1), want.flatten(1)).tolist())
     return results
+
+
+def _shapes(pairs: Sequence[Pair], form: DraftShape) -> Iterator[tuple[Processes, Topology | None]]:
+    """Yield the processes, with the shape of their drafts; what is small goes through the rule together."""
+    for copied in {pair.copied for pair in pairs}:
+        broad = [pair for pair in wide_pairs(pairs, form) if pair.copied is copied]
+        most = max(1, TOGETHER // len(broad[0].p) ** 2) if broad else 1
+        for start in range(0, len(broad), most):
+            yield wide(broad[start : start + most]), form.shallow
+        if starts := [start for start in range(0, len(pairs), form.every) if pairs[start].copied is copied]:
+            yield deep(pairs, form.deep, starts), form.bushy
 
 
 def wide_pairs(pairs: Sequence[Pair], form: DraftShape) -> list[Pair]:
