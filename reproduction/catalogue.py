@@ -10,7 +10,7 @@ from reproduction.pages.draw import draw
 from reproduction.pages.page import write_page
 from reproduction.pages.sheet import Sheet, read_sheets, write_json
 from reproduction.runs.subjects import Loading
-from slipstream.files import JsonObject, Picture, Recognisable, TextFileKind, atomic_write
+from slipstream.files import JsonObject, Recognisable, TextFileKind, atomic_write
 
 MAKERS: dict[str, Callable[[Lab], Sheet]] = {
     "table1": lambda lab: ideal.table1(),
@@ -41,7 +41,7 @@ def outputs(names: Sequence[str]) -> dict[str, Recognisable]:
     files: dict[str, Recognisable] = {STORY_PAGE: TextFileKind("page", "<!DOCTYPE html>")} if "figure1" in names else {}
     for name in names:
         files[f"{name}.json"] = JsonObject("table or figure of the paper", {"name": name, "columns": None})
-        files[f"{name}.svg"] = Picture()
+        files[f"{name}.svg"] = TextFileKind("picture", "<svg")
     return files
 
 

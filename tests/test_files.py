@@ -24,7 +24,6 @@ from slipstream.drafters.ngram import NgramModel
 from slipstream.engine import plan_file
 from slipstream.engine.plan_file import Plan
 from slipstream.files import (
-    Picture,
     Recognisable,
     TensorFileKind,
     TextFileKind,
@@ -243,14 +242,12 @@ STRANGERS: dict[str, bytes] = {
     "long header": b"\xff" * 64,
     "JSON": b'{"format": "another"}',
     "list": b'["slipstream plan"]',
-    "picture": b"\x89PNG\r\n\x1a\n",
     "other tensors": b"\x08\0\0\0\0\0\0\0{}      ",
 }
 KINDS: dict[str, Recognisable] = {
     "tensors": KIND,
     "plan": plan_file.KIND,
-    "svg": Picture(),
-    "page": TextFileKind("page", "<html"),
+    "picture": TextFileKind("picture", "<svg"),
 }
 
 
@@ -270,15 +267,13 @@ def test_another_file_is_replaced_only_by_force(tmp_path: Path, kind: str, stran
 
 
 def test_what_we_wrote_may_be_replaced(tmp_path: Path) -> None:
-    names = {"tensors": "t", "plan": "p", "svg": "s.svg", "png": "s.png", "pdf": "s.pdf", "empty": "e"}
-    paths = {kind: tmp_path / name for kind, name in names.items()}
+    paths = {kind: tmp_path / kind for kind in ("tensors", "plan", "picture", "empty")}
     save_tensors(paths["tensors"], replace(KIND, version="0"), TENSORS, {})
     PLAN.save(paths["plan"])
     paths["empty"].touch()
-    for suffix in ("svg", "png", "pdf"):
-        Figure(figsize=(1, 1)).savefig(paths[suffix])
+    Figure(figsize=(1, 1)).savefig(paths["picture"], format="svg")
     for name, path in paths.items():
-        check_writable(path, KINDS.get(name, Picture()), inputs=[tmp_path] if name != "empty" else [])
+        check_writable(path, KINDS.get(name, KIND), inputs=[tmp_path] if name != "empty" else [])
     check_writable(tmp_path / "new", KIND, inputs=[tmp_path])
     with pytest.raises(ValueError, match="is an input"):  # whoever reads it cannot write it as well
         check_writable(paths["tensors"], KIND, force=True, inputs=[paths["tensors"]])

@@ -155,19 +155,6 @@ class JsonObject:
         )
 
 
-@dataclass(frozen=True)
-class Picture:
-    """PNG, SVG and PDF files, recognised by the end of the name and by their first bytes."""
-
-    what: str = "picture of that kind"
-
-    def recognises(self, path: Path) -> bool:
-        """Return whether the first bytes fit the name; False for other kinds of pictures."""
-        marks = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".pdf": b"%PDF-"}
-        mark, head = marks.get(path.suffix.lower()), _beginning(path, 1024)
-        return mark is not None and (mark in head if path.suffix.lower() == ".svg" else head.startswith(mark))
-
-
 def check_writable(path: Name, kind: Recognisable, force: bool = False, inputs: Iterable[Name] = ()) -> None:
     """Check, before any work, that a file may be written there. Raises ValueError, in one sentence, if not.
 
