@@ -30,10 +30,11 @@ from slipstream.drafters.heads import DFlashDrafter
 from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram, NgramModel
-from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
+from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import part_of
 from slipstream.models.loading.twins import quantized_part
 from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
@@ -119,7 +120,7 @@ def drafter(kind: str, target: CausalScorer) -> Drafter:
     if kind == "wrong":
         return Wrong()
     if kind == "exit":
-        return exit_drafter(target, 2)
+        return SameRowsDrafter(part_of(target, 2))
     if kind == "int4":
         return SameRowsDrafter(quantized_part(target, Precision.named("int4", None)))
     if kind == "window":

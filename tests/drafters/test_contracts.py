@@ -28,9 +28,10 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import Ngram, NgramModel
 from slipstream.drafters.phrases import PhraseDrafter, Phrases
-from slipstream.drafters.same_rows import exit_drafter
+from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import part_of
 from toys.drafts import Altered, first_tokens, flat
 from toys.enumeration import total_variation
 from toys.families import FAMILIES, tiny
@@ -71,7 +72,7 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
     "choice": lambda target: Choice([Lookup(), small()]),
     "choice of choices": lambda target: Choice([Lookup(min_matching_ngram_size=2), Choice([Lookup(), chain()])]),
     "bandit": lambda target: Bandit([small(), Lookup(), NoDraft()], Ucb(hold=1), clock=lambda round: 1.0),
-    "exit": lambda target: exit_drafter(target, 1),
+    "exit": lambda target: SameRowsDrafter(part_of(target, 1)),
     "eagle3": lambda target: eagle3(target),
 }
 OWN = {"exit", "eagle3"}  # made of the target's own layers and states: their target is a real model

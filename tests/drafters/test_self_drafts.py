@@ -16,10 +16,11 @@ from slipstream.decoding.generate import rounds
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.heads import DFlashDrafter, HeadDrafter
-from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
+from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import part_of
 from slipstream.models.loading.twins import quantized_part
 from toys.drafts import Altered, company_changes_nothing, flat, law_error
 from toys.enumeration import WRONG
@@ -34,8 +35,7 @@ def int4(target: Any, kept: Any = None) -> Drafter:
 
 
 MADE: dict[str, Callable[[Any], Drafter]] = {
-    "first layer": lambda target: exit_drafter(target, 1),
-    "skipped layer": lambda target: exit_drafter(target, (0, 2)),
+    "first layer": lambda target: SameRowsDrafter(part_of(target, 1)),
     "int4": int4,
     "int4, two tokens": lambda target: int4(target, torch.tensor([0, 2])),
     "window": lambda target: SameRowsDrafter(target.seeing(2, 1)),

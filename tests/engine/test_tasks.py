@@ -16,10 +16,10 @@ import slipstream
 from slipstream.bench.race import measure
 from slipstream.bench.records import QUICK
 from slipstream.check import check
-from slipstream.drafters.same_rows import exit_drafter
 from slipstream.engine.load import Task, frame
 from slipstream.measure.environment import environment
 from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import part_of
 from slipstream.plan.planner import PlanSettings, make
 from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, tiny
@@ -192,7 +192,7 @@ def test_exact_shape_is_refused(pair: tuple[str, str]) -> None:
 def test_what_is_for_causal_models_says_so(pair: tuple[str, str]) -> None:
     target = CausalScorer(tiny(SEQ2SEQ["t5"]), "toy")
     with pytest.raises(ValueError, match=r"^toy is an encoder-decoder: only causal models can draft"):
-        exit_drafter(target, 1)
+        part_of(target, 1)
     with pytest.raises(ValueError, match="so it cannot draft for itself"):
         slipstream.load(pair[0], "exit:1")
     with pytest.raises(ValueError, match="every row needs a source"):

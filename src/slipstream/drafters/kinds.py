@@ -26,13 +26,13 @@ from slipstream.drafters.phrases import PhraseDrafter, Phrases
 from slipstream.drafters.remote.drafter import RemoteDrafter
 from slipstream.drafters.remote.frames import VocabularySketch, read_key
 from slipstream.drafters.remote.link import DraftConnection, Settings, split_address
-from slipstream.drafters.same_rows import SameRowsDrafter, exit_drafter
+from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.execution.draft_graphs import DraftsInGraphs
 from slipstream.kernels.quantization import NEAREST, Precision
 from slipstream.models.heads.dflash import load_dflash
 from slipstream.models.heads.eagle3 import load_eagle3
 from slipstream.models.heads.mtp import load_mtp
-from slipstream.models.layers import read_layers
+from slipstream.models.layers import part_of
 from slipstream.models.loading.load import find_tokenizer, load_scorer
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.models.loading.twins import quantized_part, quantized_twin
@@ -149,9 +149,11 @@ def phrases(context: BuildContext, file: str) -> Drafter:
     return PhraseDrafter(Phrases.load(shipped if shipped.is_file() else file), context.target.vocab)
 
 
-@kind("exit:LAYERS", "the target's own first layers, or others, as exit:0-2,5")
+@kind("exit:LAYERS", "the target's own first layers, as exit:4")
 def exit_layers(context: BuildContext, layers: str) -> Drafter:
-    return exit_drafter(_own(context), read_layers(layers))
+    if not layers.isdecimal():
+        raise ValueError(f"exit:{layers} is not possible: write the number of first layers to run, as exit:4.")
+    return SameRowsDrafter(part_of(_own(context), int(layers)))
 
 
 @kind("quantized:PRECISION", "the target's own weights, as quantized:int4?group=64", **OWN_WEIGHTS)

@@ -5,9 +5,7 @@ values are written to the slots behind the text, where the target's verifying pa
 the target's keys for the text, and to its own for drafted tokens. That only changes q, which is the law each token was
 really sampled from, so every rule stays exact.
 
-Drafting with the first layers only is how LayerSkip checkpoints are meant to be used (arXiv 2404.16710); leaving out
-layers in the middle needs no training (Draft & Verify, arXiv 2309.08168). How well that works depends on the layers.
-Behind a skipped layer, the keys of drafted tokens are approximations.
+Drafting with the first layers only is how LayerSkip checkpoints are meant to be used (arXiv 2404.16710).
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,6 @@ from slipstream.core.draft import Draft
 from slipstream.core.protocols import Drafter, HasModel, Traits
 from slipstream.core.round import Context
 from slipstream.drafters.sampled import sample_after
-from slipstream.models.layers import find_layers, kept_layers, part_of
 
 
 class SameRowsDrafter(Drafter):
@@ -44,13 +41,3 @@ class SameRowsDrafter(Drafter):
         draft = sample_after(context, self.scorer, fed, gammas, self.scorer.vocab, feed)
         self.scorer.rollback(before)
         return draft
-
-
-def exit_drafter(target: HasModel, layers: int | Sequence[int]) -> SameRowsDrafter:
-    """Make the drafter that samples a chain from some layers of the target, on the rows of its cache.
-
-    `layers` is the number of first layers to run, or the numbers of layers, from 0. Raises ValueError if the target has
-    no such layers or cannot run with some of them.
-    """
-    count = len(find_layers(target.model, target.name)[1])
-    return SameRowsDrafter(part_of(target, kept_layers(layers, count)))

@@ -1,7 +1,6 @@
-"""Finding a model's decoder layers, naming some of them, and running a model with only those."""
+"""Finding a model's decoder layers, and running a model with the first of them only."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,74 +9,33 @@ from torch import nn
 from slipstream.core.protocols import HasModel
 
 
-def kept_layers(layers: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the layers to run, in order; a number stands for the first ones. Raises ValueError for impossible ones."""
-    if isinstance(layers, int):
-        if not 1 <= layers < count:
-            raise ValueError(f"an exit after {layers} layers is not possible: the target has {count}, leave some out.")
-        return tuple(range(layers))
-    kept = tuple(layers)
-    if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < count or len(kept) == count:
-        raise ValueError(
-            f"layers {spell(kept)!r} are not possible: name some of 0..{count - 1} in their order, each once, not all."
-        )
-    return kept
+def part_of(target: HasModel, count: int) -> HasModel:
+    """Return a Scorer over the target's own weights and cache that runs only its first `count` layers.
 
-
-def spell(layers: Sequence[int]) -> str:
-    kept = tuple(layers)
-    if kept and kept == tuple(range(len(kept))):
-        return str(len(kept))
-    runs: list[list[int]] = []
-    for layer in kept:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + ("," if len(kept) == 1 else "")
-
-
-MOST_LAYERS = 100_000  # a greater number is a slip, and would take memory to list
-
-
-def read_layers(text: str) -> int | tuple[int, ...]:
-    try:
-        if text.isdecimal():
-            return int(text)
-        ends = [part.split("-") for part in text.removesuffix(",").split(",")]
-        runs = [range(int(first), int(*last or [first]) + 1) for first, *last in ends]
-        if max(run.stop for run in runs) > MOST_LAYERS or not all(runs):
-            raise ValueError(text)
-        return tuple(layer for run in runs for layer in run)
-    except (ValueError, TypeError):
-        raise ValueError(f"layers {text!r} cannot be read: write 4 for the first four, or 0-2,5,9-11.") from None
-
-
-def part_of(target: HasModel, kept: Sequence[int]) -> HasModel:
-    """Return a Scorer over the target's own weights and cache that runs only the layers `kept`.
-
-    Its lengths are the target's: what it adds has to be rolled back before the target goes on.
-    Raises ValueError if the model does not run without the other layers.
+    Its lengths are the target's: what it adds has to be rolled back before the target goes on. Raises ValueError for an
+    impossible number, and if the model does not run without the other layers.
     """
     path, layers = find_layers(target.model, target.name)
+    if not 1 <= count < len(layers):
+        raise ValueError(f"an exit after {count} layers is not possible: the target has {len(layers)}, leave some out.")
     config = copy.deepcopy(target.model.config.get_text_config())
     for entry in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types"):
         if isinstance(values := getattr(config, entry, None), list):
-            setattr(config, entry, [values[layer] for layer in kept])
-    config.num_hidden_layers = len(kept)
+            setattr(config, entry, values[:count])
+    config.num_hidden_layers = count
     top = parent = _twin(target.model, config, target.name)
     for step in path[:-1]:
         child = _twin(getattr(parent, step), config, target.name)
         setattr(parent, step, child)
         parent = child
-    setattr(parent, path[-1], nn.ModuleList([layers[layer] for layer in kept]))
-    part = target.sharing_rows(top.eval(), f"{target.name} with layers {spell(kept)}")
+    setattr(parent, path[-1], layers[:count])
+    part = target.sharing_rows(top.eval(), f"{target.name} with its first {count} layers")
     try:
         with torch.inference_mode():
             part.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), use_cache=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ValueError(f"{target.name} does not run with layers {spell(kept)} alone: {reason}") from error
+        raise ValueError(f"{target.name} does not run with its first {count} layers alone: {reason}") from error
     return part
 
 
