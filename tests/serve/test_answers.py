@@ -1,10 +1,14 @@
-"""The JSON text of answers."""
+"""The JSON text of answers, and the log probabilities in them."""
 
 import json
 import math
 
+from slipstream.engine.generation import TokenLogprobs
 from slipstream.serve.answers import AnswerMetrics, CompletionAnswer, TextChoice
+from slipstream.serve.logprobs import LEAST, for_chat
 from slipstream.serve.output import answered, with_choices
+from slipstream.text.spelling import Spelling
+from tongues import tongue
 
 
 def completion(text: str, **fields: float) -> CompletionAnswer:
@@ -38,3 +42,15 @@ def test_what_is_empty_is_left_out_unless_clients_expect_null() -> None:
 def test_numbers_that_are_not_finite_are_null() -> None:
     found = json.loads(completion("a", tokens_per_second=math.inf, mean_itl_ms=1.0).json_text())
     assert found["metrics"] == {"tokens_per_second": None, "mean_itl_ms": 1.0}
+
+
+def test_a_chat_gets_the_bytes_of_every_token() -> None:
+    tokenizer = tongue("prepended")
+    ids = tokenizer.encode(" 😀 is", add_special_tokens=False)[-5:]
+    tops = ((ids[0], -0.1), (ids[1], -2.0), (0, -math.inf))
+    found = for_chat([TokenLogprobs(token, -0.1, tops) for token in ids], Spelling(tokenizer)).content or []
+    assert [each.bytes for each in found] == [[240], [159], [152], [128], list(b" is")]
+    assert found[-1].token == " is"
+    assert [top.bytes for top in found[0].top_logprobs] == [[240], [159], list(b"<unk>")]
+    assert [top.logprob for top in found[0].top_logprobs] == [-0.1, -2.0, LEAST]
+    assert bytes(byte for each in found for byte in each.bytes or ()).decode() == "😀 is"

@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from serve.fields_page import BODIES, table
 from slipstream.serve.body import Body, complaint, ignored
 from slipstream.serve.messages import MessagesRequest
+from slipstream.serve.options import engine_options
 from slipstream.serve.response_schema import ResponsesRequest
 from slipstream.serve.schema import ChatRequest, CompletionRequest, InfillRequest
+from slipstream.serve.settings import ServeSettings
 
 USER = {"role": "user", "content": "x"}
 CHAT: dict[str, Any] = {"messages": [USER]}
@@ -173,3 +175,14 @@ def test_an_answer_names_what_had_no_effect(http: httpx.Client) -> None:
     assert header not in http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).headers
     wrong = http.post("/v1/completions", json={"prompt": "x", "user": "x", "n": 1000})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
+
+
+def salt(tenant: str, text: str | None) -> str:
+    return engine_options(CompletionRequest(prompt="x", cache_salt=text), ServeSettings(("m",)), tenant)["cache_salt"]
+
+
+def test_the_salt_of_the_cache_is_short_and_one_s_own() -> None:
+    asked = [(tenant, text) for tenant in ("", "alice") for text in (None, "a", "b", "a" * 100_000)]
+    salts = [salt(*each) for each in asked]
+    assert len(set(salts)) == len(asked) and salts == [salt(*each) for each in asked]
+    assert max(map(len, salts)) < 100
