@@ -83,7 +83,6 @@ THIRD_PARTIES: dict[str, tuple[str, ...]] = {
         "reproduction.standins.*",
         "reproduction.baselines.exits",
     ),
-    "sentence_transformers": ("drafters.datastore.embedding",),
     "datasets": ("text.documents",),
     "typer": ("cli", "cli.*", "reproduction.cli"),
     "rich": ("cli", "cli.*", "engine.explain", "reproduction.runs.timelines"),
@@ -306,7 +305,6 @@ def test_third_party_checker_lets_pass() -> None:
 
 
 DISTRIBUTIONS = {
-    "sentence_transformers": "sentence-transformers",
     "prometheus_client": "prometheus-client",
     "PIL": "pillow",
 }

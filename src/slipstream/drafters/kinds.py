@@ -16,7 +16,7 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.cross_tokenizer.token_intersection import foreign
 from slipstream.drafters.cross_tokenizer.vocabulary import same_vocabulary
 from slipstream.drafters.datastore.drafter import MEMORY, Datastore, DatastoreSettings, fingerprint, open_corpus
-from slipstream.drafters.datastore.embedding import Embedder, InputEmbeddings, SentenceEmbedder
+from slipstream.drafters.datastore.embedding import InputEmbeddings
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory
 from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.heads import DFlashDrafter, HeadDrafter
@@ -256,7 +256,6 @@ def _refuse_ranks(target: Scorer) -> None:
     "copies from documents and past responses, built by `slipstream draft build`",
     namespace=str,
     learn=switch,
-    sentence=str,
     entries=int,
     factor=float,
     offset=float,
@@ -269,7 +268,6 @@ def datastore(
     folder: str,
     namespace: str = "default",
     learn: bool = False,
-    sentence: str | None = None,
     entries: int = NamespaceLimits.entries,
     **settings: Any,
 ) -> Drafter:
@@ -278,7 +276,7 @@ def datastore(
     memory = None
     if learn or path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        memory = ResponseMemory(path, _embedder(context, sentence), name, NamespaceLimits(entries))
+        memory = ResponseMemory(path, _embeddings(target), name, NamespaceLimits(entries))
     if corpus is None and memory is None:
         raise ValueError(
             f"{folder} holds no datastore: build one with `slipstream draft build datastore:{folder} FILES`, or let it "
@@ -287,21 +285,14 @@ def datastore(
     return Datastore(target.vocab, corpus, memory, namespace, learn, DatastoreSettings(**settings))
 
 
-def _embedder(context: BuildContext, sentence: str | None) -> Embedder:
-    if sentence:
-        if context.tokenizer is None:
-            raise ValueError("a sentence model reads text: pass tokenizer=... to load().")
-        return SentenceEmbedder(sentence, context.tokenizer.decode, context.device)
-    if not isinstance(context.target, HasModel):
+def _embeddings(target: Scorer) -> InputEmbeddings:
+    if not isinstance(target, HasModel) or isinstance(target, LiesOnRanks):
+        where = f"on {target.ranks} ranks" if isinstance(target, LiesOnRanks) else "elsewhere"
         raise ValueError(
-            f"{context.target.name} has no input embeddings to compare requests by: name a model, sentence=NAME."
+            f"the input embeddings of {target.name} lie {where}, so requests cannot be compared by them: draft from a "
+            "corpus alone, or give a Datastore with a memory of your own."
         )
-    if isinstance(context.target, LiesOnRanks):
-        raise ValueError(
-            f"the input embeddings of {context.target.name} lie on {context.target.ranks} ranks, so requests cannot be "
-            "compared by them: name a model, sentence=NAME."
-        )
-    return InputEmbeddings(context.target.model.get_input_embeddings().weight)
+    return InputEmbeddings(target.model.get_input_embeddings().weight)
 
 
 WAIT = 5.0  # the seconds to wait for a draft server's first answer; after that, decoding starts without it

@@ -2,8 +2,6 @@
 
 import os
 import sqlite3
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from processes import forks
-from slipstream.drafters.datastore.embedding import InputEmbeddings, SentenceEmbedder, VectorIndex, unit
+from slipstream.drafters.datastore.embedding import InputEmbeddings, VectorIndex, unit
 from slipstream.drafters.datastore.memory import NamespaceLimits, ResponseMemory, Totals, forget, read_totals
 
 DIMENSION = 8
@@ -301,26 +299,3 @@ def test_the_name_tells_embeddings_apart() -> None:
 def test_one_token_and_zero_weights_make_a_vector() -> None:
     embed = InputEmbeddings(torch.zeros(10, 4))
     assert embed([3]).tolist() == [0, 0, 0, 0]
-
-
-class Sentences:
-    """Stands for sentence_transformers.SentenceTransformer."""
-
-    def __init__(self, name: str, device: str | None = None) -> None:
-        if name == "absent":
-            raise OSError("absent is no model\nand more")
-
-    def encode(self, text: str, show_progress_bar: bool) -> list[float]:
-        return [3.0, 0.0] if text.startswith("a") else [0.0, 3.0]
-
-
-def test_sentence_models_read_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sentence_transformers", types.SimpleNamespace(SentenceTransformer=Sentences))
-    embed = SentenceEmbedder("tiny", lambda tokens: "".join(map(chr, tokens)))
-    assert embed.name == "sentence:tiny" and embed.dimension == 2
-    assert embed([97, 98]).tolist() == [1, 0] and embed([98]).tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"cannot load the sentence model 'absent': absent is no model$"):
-        SentenceEmbedder("absent", str)
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ValueError, match=r"pip install slipstream\[sentence\]"):
-        SentenceEmbedder("tiny", str)

@@ -1,8 +1,7 @@
 """Embeddings of requests, by which the response memory finds similar ones, and the search for the nearest."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -96,30 +95,6 @@ class InputEmbeddings:
 
     def _rows(self, ids: Tensor) -> Array:
         return self._weights[ids.to(self._weights.device)].float().cpu().numpy()
-
-
-class SentenceEmbedder:
-    """Embeds requests with a model of `sentence-transformers`, which reads the text of their last tokens."""
-
-    def __init__(self, model: str, decode: Callable[[Sequence[int]], str], device: str | None = None) -> None:
-        """Raises ValueError if the extra is not installed or the model cannot be loaded."""
-        try:
-            library = import_module("sentence_transformers")
-        except ImportError as error:
-            raise ValueError(
-                "embedding by a sentence model needs sentence-transformers: pip install slipstream[sentence]."
-            ) from error
-        try:
-            self._model = library.SentenceTransformer(model, device=device)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot load the sentence model {model!r}: {str(error).splitlines()[0]}") from error
-        self._decode = decode
-        self.name = f"sentence:{model}"
-        self.dimension = len(self([]))
-
-    def __call__(self, tokens: Sequence[int]) -> Array:
-        text = self._decode(tokens[-WINDOW:])
-        return unit(np.asarray(self._model.encode(text, show_progress_bar=False), np.float32))
 
 
 def unit(vector: Array) -> Array:
