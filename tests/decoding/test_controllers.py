@@ -20,11 +20,11 @@ from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Row
 from slipstream.core.round import Round
 from slipstream.decoding.controllers import Adaptive, Chances, Fixed, Learned, Planned, RoundKind, Time, controller
-from slipstream.decoding.decoder import Decoder
+from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import generate
 from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
-from slipstream.drafters.choice import Ucb
+from slipstream.drafters.choice import Bandit
 from slipstream.drafters.model import ModelDrafter
 from toys.drafts import Altered
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
@@ -430,12 +430,12 @@ def test_a_controller_never_ends_a_call(chooser: Controller, turns: list[tuple[i
 
 @given(st.lists(st.tuples(st.integers(1, 9), TIMES), max_size=30))
 def test_a_choice_by_speed_never_ends_a_call(turns: list[tuple[int, float]]) -> None:
-    settings = Ucb(hold=2)
-    state = settings.init(3)
+    bandit = Bandit([NoDraft()] * 3, hold=2)
     for tokens, seconds in turns:
-        state = settings.update(settings.choose(state), tokens, seconds)
-        assert all(0 <= arm.speed < math.inf for arm in state.arms)
-        assert not any(math.isnan(bound) for bound in settings.bounds(state))
+        bandit.choose()
+        bandit.count(tokens, seconds)
+        assert all(0 <= arm.speed < math.inf for arm in bandit.arms)
+        assert not any(map(math.isnan, bandit.bounds()))
 
 
 @pytest.mark.parametrize("seconds", NONSENSE)
@@ -444,8 +444,9 @@ def test_times_that_cannot_be_true_teach_nothing(seconds: float) -> None:
     state = Adaptive(2).update(known, turn([1], [1], 1, 0.4, seconds))
     assert (state.times, state.load, state.credit) == (known.times, known.load, known.credit)
     assert state.stands != known.stands, "what was accepted holds, whatever the clock says"
-    pulls = Ucb().init(2)
-    assert Ucb().update(pulls, 3, seconds) == pulls
+    bandit = Bandit([NoDraft()] * 2)
+    bandit.count(3, seconds)
+    assert not any(arm.rounds for arm in bandit.arms)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,11 @@ def merge(drafts: Sequence[Draft]) -> Draft:
 # ---- the fastest so far -----------------------------------------------------------------------------------------
 
 
+DISCOUNT = 0.995  # how much a round's weight falls with every later one
+EXPLORE = 0.15  # how far the bound of a drafter that was hardly tried lies above its speed, in the best speed
+HOLD = 4  # the number of rounds for which a drafter is used once it is chosen
+
+
 @dataclass(frozen=True)
 class Arm:
     """The counts of one drafter: rounds, tokens and seconds, older ones with less weight."""
@@ -85,89 +90,59 @@ class Arm:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True)
-class Pulls:
-    """The state of a bandit: its arms, the index of the one in use, and for how many more rounds it is used."""
-
-    arms: tuple[Arm, ...]
-    current: int = 0
-    left: int = 0
-
-
-@dataclass(frozen=True)
-class Ucb:
-    """A bandit by discounted upper confidence bounds on tokens per second (Garivier, Moulines 2011, arXiv 0805.3415).
-
-    The arm with the largest speed + explore * (best speed) * sqrt(ln n / n_arm) is used for `hold` rounds; a round's
-    weight falls by `discount` with every later one. Raises ValueError for settings that are not possible.
-    """
-
-    discount: float = 0.995
-    explore: float = 0.15
-    hold: int = 4
-
-    def __post_init__(self) -> None:
-        if not (0 < self.discount <= 1 and 0 <= self.explore < math.inf and self.hold >= 1):
-            raise ValueError(f"{self} is not possible: use 0 < discount <= 1, explore >= 0 and hold >= 1.")
-
-    def init(self, arms: int) -> Pulls:
-        return Pulls((Arm(),) * arms)
-
-    def choose(self, state: Pulls) -> Pulls:
-        """Return the state with the next round's arm as `current`: each arm once, then that of the largest bound."""
-        if state.left:
-            return replace(state, left=state.left - 1)
-        bounds = self.bounds(state)
-        return replace(state, current=bounds.index(max(bounds)), left=self.hold - 1)
-
-    def bounds(self, state: Pulls) -> list[float]:
-        """Return every arm's upper confidence bound, in tokens per second; infinite for an arm never used."""
-        everything = sum(arm.rounds for arm in state.arms)
-        scale = self.explore * max(arm.speed for arm in state.arms)
-        return [
-            arm.speed + scale * math.sqrt(math.log(max(everything, 1.0)) / arm.rounds) if arm.rounds else math.inf
-            for arm in state.arms
-        ]
-
-    def update(self, state: Pulls, tokens: int, seconds: float) -> Pulls:
-        """Return the state with a round of the current arm counted, or unchanged if the seconds cannot be true."""
-        if not believable(seconds):
-            return state
-        arms = [
-            Arm(arm.rounds * self.discount, arm.tokens * self.discount, arm.seconds * self.discount)
-            for arm in state.arms
-        ]
-        arm = arms[state.current]
-        arms[state.current] = Arm(arm.rounds + 1, arm.tokens + tokens, arm.seconds + seconds)
-        return replace(state, arms=tuple(arms))
-
-
 class Bandit:
     """Uses the drafter with the most tokens per second, measured while decoding; `decoder.NoDraft` may be one.
 
-    The output law is exact, but which tokens a seed gives depends on times measured, unless decoding is greedy or
-    coupled. A model that has not drafted for some rounds reads the missing tokens when it is tried; that time counts.
+    It chooses by discounted upper confidence bounds (Garivier, Moulines 2011, arXiv 0805.3415): that with the largest
+    speed + EXPLORE * (best speed) * sqrt(ln n / n_drafter) is used for `hold` rounds. The output law is exact, but
+    which tokens a seed gives depends on times measured, unless decoding is greedy or coupled. A model that has not
+    drafted for some rounds reads the missing tokens when it is tried; that time counts.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], settings: Ucb | None = None, clock: Callable[[Round], float] | None = None
+        self, drafters: Sequence[Drafter], hold: int = HOLD, clock: Callable[[Round], float] | None = None
     ) -> None:
         """Make a choice by speed; `clock` returns the seconds of a round (None: those that were measured)."""
         self.drafters = _checked(drafters)
         self.traits = Traits(scorers_among(drafters), drafters=self.drafters)
-        self.settings = settings or Ucb()
-        self.state = self.settings.init(len(self.drafters))
+        self.arms, self.current = [Arm() for _ in self.drafters], 0
+        self._hold, self._left = hold, 0  # for how many more rounds the current one is used
         self._clock = clock or (lambda round: sum(round.seconds.values()))
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
-        self.state = self.settings.choose(self.state)
-        return self.drafters[self.state.current].propose(context, gammas)
+        self.choose()
+        return self.drafters[self.current].propose(context, gammas)
 
     def observe(self, round: Round) -> None:
         for drafter in self.drafters:
             drafter.observe(round)
         if any(round.gammas):
-            self.state = self.settings.update(self.state, sum(map(len, round.tokens)), self._clock(round))
+            self.count(sum(map(len, round.tokens)), self._clock(round))
+
+    def choose(self) -> None:
+        """Choose the next round's drafter: each once, then that of the largest bound."""
+        if self._left:
+            self._left -= 1
+        else:
+            bounds = self.bounds()
+            self.current, self._left = bounds.index(max(bounds)), self._hold - 1
+
+    def bounds(self) -> list[float]:
+        """Return every drafter's upper bound, in tokens per second; infinite for one that was never used."""
+        everything = max(1.0, sum(arm.rounds for arm in self.arms))
+        scale = EXPLORE * max(arm.speed for arm in self.arms)
+        return [
+            arm.speed + scale * math.sqrt(math.log(everything) / arm.rounds) if arm.rounds else math.inf
+            for arm in self.arms
+        ]
+
+    def count(self, tokens: int, seconds: float) -> None:
+        """Count a round of the current drafter, unless its seconds cannot be true."""
+        if not believable(seconds):
+            return
+        self.arms = [Arm(arm.rounds * DISCOUNT, arm.tokens * DISCOUNT, arm.seconds * DISCOUNT) for arm in self.arms]
+        arm = self.arms[self.current]
+        self.arms[self.current] = Arm(arm.rounds + 1, arm.tokens + tokens, arm.seconds + seconds)
 
 
 def _checked(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
