@@ -34,7 +34,6 @@ from slipstream.drafters.lookup import Lookup
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import load as engine_room
 from slipstream.engine.plan_file import Plan
-from slipstream.kernels.packing import can_pack, packed
 from slipstream.measure import timing
 from slipstream.measure.timing import Beat
 from slipstream.models.causal import CausalScorer
@@ -176,7 +175,6 @@ def test_a_drafter_without_a_model(clock: Clock) -> None:
     report = make(engine, {"lookup": Lookup()}, TEXTS, QUICK)
     outlook = report.outlooks[1]["lookup"]
     assert outlook.best.c == 0 and outlook.best.factor > 2
-    assert report.memory["lookup"] == {"weights": 0, "cache_per_token": 0, "cache": 0}
     assert not report.verifications[0].off
 
 
@@ -366,16 +364,6 @@ def test_measured_acceptance_counts_room(clock: Clock) -> None:
 # ---- figures alone ----------------------------------------------------------------------------------------------
 
 
-def test_memory_counts_packed_weights_too() -> None:
-    model = tiny(FAMILIES["llama"])
-    plain, bare = measure.memory(CausalScorer(model), 7), measure.memory(None, 7)
-    assert plain["weights"] >= sum(part.numel() * part.element_size() for part in model.parameters()) > 0
-    assert bare == {"weights": 0, "cache_per_token": 0, "cache": 0}
-    if can_pack(model):
-        held = measure.memory(CausalScorer(packed(model)), 7)["weights"]  # these small matrices end in mid-panel
-        assert plain["weights"] <= held < 2 * plain["weights"]
-
-
 def test_promise_is_the_papers() -> None:
     found = promise(0.8, 0.05)
     assert found.best.gamma == 8 and found.best.walltime_factor == pytest.approx(3.09, abs=0.005)
@@ -532,7 +520,6 @@ def test_command_prints_json_and_nothing_else(command: Callable[..., Result], sm
     made = json.loads(command(*small, "--json").stdout)
     assert made["format"] == "slipstream plan" and made["figures"]["settings"]["gammas"] == [2]
     assert made["machine"]["rule"] == "block" and len(made["figures"]["verifications"]) == 1
-    assert made["figures"]["memory"]["target"]["cache_per_token"] == 2 * 2 * 2 * 8 * 4  # layers, k and v, heads, dim
 
 
 def test_ctrl_c_leaves_no_traceback(

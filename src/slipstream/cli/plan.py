@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 
 from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, app, say
@@ -265,11 +264,6 @@ def _show(report: PlanReport, screen: Console) -> None:
                 table.add_row(f"{mark} {each.gamma}", *(f"{x:.2f}" for x in figures), interval, f"{each.long:.2f}")
             screen.print(table)
     screen.print(f"\n{LEGEND}", style="dim")
-    memory = figures_table("memory", "weights", "cache per token", "cache, longest texts")
-    for name, held in report.memory.items():
-        memory.add_row(name, *(decimal(held[part]) for part in ("weights", "cache_per_token", "cache")))
-    screen.print()
-    screen.print(memory)
     for rows, gamma in report.gammas.items():
         outlook, where = report.outlooks[rows][report.draft], f"{rows} rows" if rows > 1 else "1 row"
         best, farthest = outlook.best, outlook.longest_delay

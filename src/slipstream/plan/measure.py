@@ -1,4 +1,4 @@
-"""Measures acceptance, costs and memory in real rounds, on the caches that decoding uses.
+"""Measures acceptance and costs in real rounds, on the caches that decoding uses.
 
 Plain runs and runs of every drafter alternate text by text, so that changes of the machine's speed affect all alike. A
 run of a drafter sweeps: every third round asks for the most tokens, the others for 1, 2, ... in turn. So one run
@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from operator import add
 from statistics import median
 
-from slipstream.core.protocols import Controller, Drafter, Scorer
+from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
 from slipstream.core.source import SourceFrame
@@ -197,11 +197,3 @@ def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed
         return sum((Speed(sum(map(len, round.tokens)), beat.seconds, 1, beat.rows) for round, beat in full), Speed())
 
     return [sum(runs, Speed()) for runs in zip(*race(decoders, task.parts(), run), strict=True)]
-
-
-def memory(scorer: Scorer | None, tokens: int) -> dict[str, int]:
-    """Return the bytes of a model's weights, of its cache per token and for `tokens`; zeros without a model."""
-    model, each = getattr(scorer, "model", None), int(getattr(scorer, "bytes_per_token", 0))
-    parts = () if model is None else (*model.parameters(), *model.buffers())  # packed weights are buffers
-    weights = {id(part): part.nbytes for part in parts}  # shared ones count once
-    return {"weights": sum(weights.values()), "cache_per_token": each, "cache": each * tokens}

@@ -16,7 +16,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
 from slipstream.engine.requests import Prompt
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import PlanTask, Speed, memory, speeds, sweep, using
+from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
 from slipstream.plan.predict import Outlook, SpeedPrediction, predict
 from slipstream.text.jsontext import json_text
 
@@ -105,7 +105,6 @@ class PlanReport:
     environment: dict[str, Any]
     settings: PlanSettings
     prompt_tokens: tuple[int, int]
-    memory: dict[str, dict[str, int]] = field(default_factory=dict)
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
     verifications: list[MeasuredComparison] = field(default_factory=list)
     interrupted: bool = False
@@ -140,7 +139,6 @@ class PlanReport:
         found = {
             "settings": settings,
             "prompt_tokens": self.prompt_tokens,
-            "memory": self.memory,
             "outlooks": outlooks,
             "draft": self.draft,
             "gammas": self.gammas,
@@ -196,9 +194,6 @@ def make(
             )
             for name, record in zip(drafters, records, strict=True)
         }
-    tokens = (report.prompt_tokens[1] + settings.max_new_tokens) * max(settings.batches)
-    report.memory = {"target": memory(decoder.target, tokens)}
-    report.memory |= {name: memory(getattr(each, "scorer", None), tokens) for name, each in drafters.items()}
     try:
         for task in tasks if settings.network_ms is None else ():
             report.verifications.append(verify(decoder, drafters[report.draft], task, report, step))
