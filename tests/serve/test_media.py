@@ -1,4 +1,4 @@
-"""Images over HTTP: `data:` URLs, and hosts that the operator allowed; never a file, and never another host."""
+"""Images and sounds over HTTP: in the request, images from hosts that the operator allowed too; never a file."""
 
 import threading
 import time
@@ -12,12 +12,13 @@ import httpx
 import pytest
 
 import slipstream
+from audios import input_audio, rounded, save_audio, sound, wav
 from serve.conftest import ServerProcess
 from slipstream.serve.chats import check_host, fetch
 from slipstream.serve.settings import ServeSettings
 from visions import data_url, picture, png, save_llava
 
-QUESTION = "What is this?"
+QUESTION = {"type": "text", "text": "What is this?"}
 
 
 class Files(BaseHTTPRequestHandler):
@@ -69,27 +70,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_audio("qwen2-audio", tmp_path_factory.mktemp("hears"))
+
+
+@pytest.fixture(scope="module")
 def seeing(folder: Path, host: str) -> Iterator[httpx.Client]:
     arguments = ("--target", str(folder), "--draft", "lookup", "--allow-image-host", host)
     with ServerProcess.start(*arguments) as started, started.http() as client:
         yield client
 
 
-def asked(*urls: str) -> dict[str, Any]:
-    parts = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": QUESTION}]
-    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 10, "temperature": 0}
+@pytest.fixture(scope="module")
+def hearing(ears: Path) -> Iterator[httpx.Client]:
+    with ServerProcess.start("--target", str(ears), "--draft", "lookup") as started, started.http() as client:
+        yield client
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def ask(client: httpx.Client, *parts: dict[str, Any]) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": [*parts, QUESTION]}], "max_tokens": 10, "temperature": 0}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def as_the_engine(client: httpx.Client, engine: slipstream.Engine, parts: list[Any], own: dict[str, Any]) -> None:
+    """Each part, as a client writes it, gets the answer that the engine gives to `own`, and counts as many tokens."""
+    [wanted] = engine.generate([[{"role": "user", "content": [own, QUESTION]}]], max_new_tokens=10)
+    for part in parts:
+        answer = ask(client, part)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == wanted.text
+        assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
+    counted = client.post("/tokenize", json={"messages": [{"role": "user", "content": [parts[0], QUESTION]}]})
+    assert counted.json()["count"] == wanted.prompt_tokens
+
+
+def refuses(client: httpx.Client, says: str, *parts: dict[str, Any]) -> None:
+    answer = ask(client, *parts)
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"] and answer.json()["error"]["param"] == "messages"
 
 
 def test_a_chat_about_an_image(seeing: httpx.Client, folder: Path, host: str) -> None:
-    engine = slipstream.load(folder)
-    for url in (data_url(picture(1)), f"http://{host}/picture.png", f"http://{host}/here"):
-        answer = seeing.post("/v1/chat/completions", json=asked(url))
-        assert answer.status_code == 200, answer.text
-        content = [{"type": "image", "image": picture(1)}, {"type": "text", "text": QUESTION}]
-        [wanted] = engine.generate([[{"role": "user", "content": content}]], max_new_tokens=10)
-        assert answer.json()["choices"][0]["message"]["content"] == wanted.text
-        assert answer.json()["usage"]["prompt_tokens"] == wanted.prompt_tokens
-    assert seeing.post("/tokenize", json={"messages": asked(data_url(picture(1)))["messages"]}).json()["count"] > 4
+    parts = [image(url) for url in (data_url(picture(1)), f"http://{host}/picture.png", f"http://{host}/here")]
+    as_the_engine(seeing, slipstream.load(folder), parts, {"type": "image", "image": picture(1)})
+
+
+def test_a_chat_about_a_sound(hearing: httpx.Client, ears: Path) -> None:
+    samples = rounded(sound(1))
+    as_the_engine(hearing, slipstream.load(ears), [input_audio(wav(samples))], {"type": "audio", "audio": samples})
 
 
 @pytest.mark.parametrize(
@@ -103,22 +135,26 @@ def test_a_chat_about_an_image(seeing: httpx.Client, folder: Path, host: str) ->
     ],
 )
 def test_other_images_are_refused(seeing: httpx.Client, url: str, says: str) -> None:
-    answer = seeing.post("/v1/chat/completions", json=asked(url))
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] == "messages"
+    refuses(seeing, says, image(url))
 
 
-def test_too_many_images_are_refused(seeing: httpx.Client) -> None:
-    answer = seeing.post("/v1/chat/completions", json=asked(*[data_url(picture(1))] * 17))
-    assert "holds 17 images, but at most 16" in answer.json()["error"]["message"]
+def test_other_sounds_are_refused(hearing: httpx.Client) -> None:
+    refuses(hearing, "is no base64", {"type": "input_audio", "input_audio": {"data": "/etc/passwd", "format": "wav"}})
+    refuses(hearing, "holds no sound", input_audio(b"RIFF"))
+    refuses(hearing, "at most 1800 s are taken", input_audio(wav(sound(1), rate=1)))
+    for part in ({"type": "audio", "path": "/etc/passwd"}, {"type": "audio_url", "audio_url": {"url": "file:///a"}}):
+        assert ask(hearing, part).status_code in (400, 422)
 
 
-def test_a_model_for_texts_says_which_field_it_cannot_read(http: httpx.Client) -> None:
-    answer = http.post("/v1/chat/completions", json=asked(data_url(picture(1))))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages"
-    assert "reads text only" in answer.json()["error"]["message"]
+def test_a_model_says_how_many_it_takes_and_what_it_cannot_read(
+    seeing: httpx.Client, hearing: httpx.Client, http: httpx.Client
+) -> None:
+    seen, heard = image(data_url(picture(1))), input_audio(wav(sound(1)))
+    refuses(seeing, "holds 17 images, but at most 16", *[seen] * 17)
+    refuses(hearing, "holds 17 sounds, but at most 16", *[heard] * 17)
+    refuses(hearing, "holds images, but", seen)
+    refuses(http, "reads text only", seen)
+    refuses(http, "holds sounds, but", heard)
 
 
 def test_redirects_stay_within_the_allowed_hosts(host: str, files: ThreadingHTTPServer) -> None:
