@@ -1,13 +1,18 @@
-"""Scripts in several processes, with what torchrun tells them, but without the seconds that torchrun itself takes."""
+"""Functions in two processes, with what torchrun tells them, but without the seconds that torchrun itself takes."""
 
+import atexit
 import os
 import random
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+
+from transformers.utils.logging import disable_progress_bar
+
+from processes import OUTPUT, Command
 
 TESTS = Path(__file__).parent
 SECONDS = 120
@@ -21,25 +26,26 @@ def free_port() -> int:
             return int(listener.getsockname()[1])
 
 
-def start(*command: str, size: int = 2, **more: str) -> list[subprocess.Popen[str]]:
-    """Start python with these arguments as every rank of a job of `size` -> the processes."""
-    paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **job, "PYTHONPATH": paths, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
-    places = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return [subprocess.Popen([sys.executable, *command], env=each, text=True, **pipes) for each in places]
-
-
-def ended(processes: list[subprocess.Popen[str]], seconds: float = SECONDS) -> list[tuple[int, str, str]]:
-    """Wait for processes -> the exit code, the output and the errors of each. Raises TimeoutExpired, and ends them."""
-    found = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=seconds)
-            found.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def forked(work: Callable[[], object], *arguments: str) -> list[tuple[int, str, str]]:
+    """Run a function as both ranks of a job, in forks of what has imported all -> exit code, output, errors of each."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    firsts, found = [partial(_as_rank, work, job | {"RANK": rank}) for rank in "01"], []
+    with TemporaryFile("w+") as leading, TemporaryFile("w+") as following:
+        outs = (leading, following)
+        ranks = [Command(*arguments, streams={OUTPUT: out.fileno()}, first=firsts.pop(0)) for out in outs]
+        for rank, out in zip(ranks, outs, strict=True):
+            with rank.stderr:
+                errors, code = rank.stderr.read(), rank.wait(SECONDS)
+            out.seek(0)
+            found.append((code, out.read(), errors))
     return found
+
+
+def _as_rank(work: Callable[[], object], job: dict[str, str]) -> None:
+    os.environ.update(job)
+    disable_progress_bar()
+    try:
+        work()
+    finally:
+        atexit._run_exitfuncs()  # which python 3.11 leaves out in forks
+    raise SystemExit(0)

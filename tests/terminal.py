@@ -1,6 +1,7 @@
 """Running the command line in this process, as tests do."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 
 import typer
@@ -11,6 +12,7 @@ from reproduction import cli as reproduction
 from slipstream.cli import app as cli
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
+typer.main.get_command_from_info = cache(typer.main.get_command_from_info)  # else each line makes all commands anew
 
 
 def run(*arguments: str, stdin: str | bytes | None = None, **environment: str) -> Result:

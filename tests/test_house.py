@@ -475,7 +475,7 @@ OTHERS_PRIVATE = {
     "_attn_implementation",  # of transformers' configurations
     "_decomp",  # torch
     "_dynamo",  # torch
-    "_exit",  # os
+    *("_exit", "_run_exitfuncs"),  # os, atexit
     "_forward_pre_hooks",  # of torch's modules
     "_get_logits_processor",  # what transformers' generate calls
     "_prefill",  # what transformers' generate calls

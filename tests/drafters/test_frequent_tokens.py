@@ -22,7 +22,6 @@ from slipstream.drafters.frequent_tokens import FrequentTokens, TokenCounts, kep
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.specification import drafter
 from slipstream.drafters.tree import TreeDrafter
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import vocabulary_of
 from slipstream.models.loading.load import load_scorer
@@ -31,10 +30,10 @@ from terminal import run
 from toys.drafts import Altered, law_error, propose, text_law
 from toys.enumeration import WRONG, total_variation
 from toys.families import FAMILIES, HF_VOCAB, PROBED, SEQ2SEQ, tiny
+from toys.kernels import needs_kernel
 from toys.tables import TableScorer, dirichlet_table
 from toys.texts import GREEDY, SAMPLE, Cycle, rare, request, row
 
-needs_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 FLOAT = 1e-5  # the laws are softmaxes in float32
 KEPT = torch.arange(0, HF_VOCAB, 3)
 

@@ -14,7 +14,6 @@ from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.same_rows import SameRowsDrafter
 from slipstream.drafters.specification import drafter
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import packed
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
@@ -23,10 +22,11 @@ from slipstream.models.recurrent.scorer import StateScorer
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys.drafts import same_texts
 from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.kernels import needs_kernel
 from toys.tables import scorer
 from toys.texts import GREEDY, SAMPLE, ragged
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 FLOAT = 1e-5  # the laws are softmaxes in float32
 INT4 = Precision(4, 32)
 KEPT = torch.arange(0, HF_VOCAB, 3)

@@ -17,7 +17,6 @@ from slipstream.decoding.rules import BLOCK, TOKEN, Rule
 from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.heads import DFlashDrafter, HeadDrafter
 from slipstream.drafters.same_rows import SameRowsDrafter
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
 from slipstream.models.layers import part_of
@@ -25,6 +24,7 @@ from slipstream.models.loading.twins import quantized_part
 from toys.drafts import Altered, company_changes_nothing, flat, law_error
 from toys.enumeration import WRONG
 from toys.families import FAMILIES, HF_VOCAB, tiny
+from toys.kernels import needs_kernel
 from toys.texts import Cycle, ragged, rare
 
 FLOAT = 2e-5  # the laws are softmaxes in float32
@@ -44,11 +44,10 @@ MADE: dict[str, Callable[[Any], Drafter]] = {
 }
 FAST = {(name, "block") for name in MADE if name != "window"}
 FAST |= {("first layer", "token")}
-no_kernel = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
 
 
 def marks(name: str, *more: Any) -> list[Any]:
-    return [*([no_kernel] if name.startswith("int4") else []), *more]
+    return [*([needs_kernel] if name.startswith("int4") else []), *more]
 
 
 def kinds(*names: str) -> Any:

@@ -13,9 +13,9 @@ import slipstream
 from slipstream.cache.stores import Int8Store
 from slipstream.execution.backends import Native
 from slipstream.execution.programs import Program
-from slipstream.kernels.cpu import kernel_missing
+from toys.kernels import needs_kernel
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 KINDS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},

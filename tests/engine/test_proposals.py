@@ -1,17 +1,15 @@
 """What is proposed for a target without a draft: its own weights in fewer bits, where that works and may pay."""
 
-import pytest
-
 import slipstream
 from slipstream.engine.load import self_draft_proposal
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import quantized
 from slipstream.kernels.quantization import Precision
 from slipstream.models.causal import CausalScorer
 from toys import FAMILIES, SEQ2SEQ, dirichlet_table, tiny
+from toys.kernels import needs_kernel
 from toys.tables import TableScorer
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason=f"no kernel here: {kernel_missing()}")
+pytestmark = needs_kernel
 
 
 def test_a_target_may_draft_for_itself() -> None:

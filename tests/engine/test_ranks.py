@@ -9,7 +9,7 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel, T5GemmaConfig, T5GemmaForConditionalGeneration
 
 import rank_work
-from ranks import ended, start
+from ranks import forked
 from slipstream.models.tiny import tiny_config, tiny_model
 from toys import FAMILIES, PROBED, plain_law, tiny, total_variation
 from visions import save_llava
@@ -28,7 +28,7 @@ def pair(family: str, folder: Path, **changes: Any) -> dict[str, str]:
 
 def on_two(work: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What a piece of work gives on two ranks; the second says nothing at all."""
-    leader, follower = ended(start(rank_work.__file__, work, json.dumps(settings)))
+    leader, follower = forked(rank_work.main, work, json.dumps(settings))
     assert leader[0] == 0, leader[2]
     assert follower == (0, "", ""), follower
     found: dict[str, Any] = json.loads(leader[1])
@@ -120,7 +120,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
         "three heads": lambda: tiny(FAMILIES["llama"], **sizes),
     }
     settings = {"target": saved(makers[family](), tmp_path / "target")}
-    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(settings)))
+    leader, follower = forked(rank_work.main, "nothing", json.dumps(settings))
     assert leader[0] == 1 and sentence in leader[2], leader
     assert follower == (0, "", ""), "rank 0 has said it"
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(family: str, sentence: s
 @pytest.mark.parametrize("draft", ["exit:1", "int4", "window:8", "mtp", "eagle3:DIR"])
 def test_drafts_of_the_targets_own_parts_are_refused(draft: str, tmp_path: Path) -> None:
     settings = {"target": saved(tiny(FAMILIES["llama"]), tmp_path / "target"), "draft": draft}
-    leader, follower = ended(start(rank_work.__file__, "nothing", json.dumps(settings)))
+    leader, follower = forked(rank_work.main, "nothing", json.dumps(settings))
     assert leader[0] == 1 and "lies on 2 ranks, and drafts run on one of them" in leader[2], leader
     assert follower == (0, "", "")
 

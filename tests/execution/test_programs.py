@@ -16,13 +16,12 @@ from slipstream.execution.passes import Mode
 from slipstream.execution.programs import Program, recorded
 from slipstream.execution.recording import TYPES, Array, Instruction, Unrecordable
 from slipstream.kernels.attention import attend
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.load import load_scorer
 from toys import PROBED, SEQ2SEQ, tiny
+from toys.kernels import needs_kernel
 
-pytestmark = pytest.mark.skipif(kernel_missing() is not None, reason="the kernels cannot be built here")
-
+pytestmark = needs_kernel
 WEIGHT = torch.randn(6, generator=torch.Generator().manual_seed(1))
 TABLE = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
 

@@ -1,6 +1,8 @@
 """Ranks: what a process says when it is alone, how it notices a lost one, and interrupts within passes."""
 
 import signal
+import sys
+from functools import partial
 from multiprocessing import Pipe
 from time import monotonic, sleep
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 import torch
 
 import slipstream
-from ranks import ended, start
+from ranks import forked
 from slipstream.core.signals import undisturbed
+from slipstream.execution import ranks
 from slipstream.execution.ranks import RankLost, Ranks, place
 from terminal import run
 from toys import FAMILIES, tiny
@@ -89,32 +92,26 @@ def test_a_closed_connection_is_noticed_while_nothing_is_asked() -> None:
     ranks.close()
 
 
-STUCK = """
-import sys, time
-from slipstream.execution import ranks
-ranks.GRACE = 1.0
-these = ranks.join()
-if not these.leads:
-    sys.exit(3)
-with these.working():
-    time.sleep(60)
-"""
+def stuck() -> None:
+    ranks.GRACE = 1.0
+    these = ranks.join()
+    if not these.leads:
+        sys.exit(3)
+    with these.working():
+        sleep(60)
 
 
 @pytest.mark.slow
 def test_a_pass_that_cannot_end_is_ended_when_a_rank_is_gone() -> None:
     """As a GPU waits for another one for ever; here the pass sleeps."""
     began = monotonic()
-    leader, follower = ended(start("-c", STUCK))
+    leader, follower = forked(stuck)
     assert leader[0] == 2 and "rank 1 of 2 has ended before all was done" in leader[2], leader
     assert follower[0] == 3 and monotonic() - began < 30
 
 
-NEVER = "import slipstream, sys; slipstream.load(tp_plan='auto')"
-
-
 @pytest.mark.slow
 def test_a_rank_that_loads_without_following_says_what_to_call() -> None:
-    leader, follower = ended(start("-c", NEVER))
+    leader, follower = forked(partial(slipstream.load, tp_plan="auto"))
     assert "this is rank 1, which works for rank 0: call slipstream.follow() before load()" in follower[2]
     assert "rank 1 of 2 has ended" in leader[2], leader

@@ -30,12 +30,12 @@ from slipstream.drafters.specification import drafter
 from slipstream.drafters.tree import TreeDrafter
 from slipstream.execution.backends import Native
 from slipstream.execution.names import state_in, with_cache
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import WHOLE, PackedLinear, can_pack, lowest_bits, packed
 from slipstream.models import encoder_decoder as seq2seq
 from slipstream.models.causal import CausalScorer
 from toys import BART, FAMILIES, GREEDY, HF_VOCAB, SAMPLE, SEQ2SEQ, Family, enumerate_outcomes, tiny, total_variation
 from toys.drafts import same_texts
+from toys.kernels import needs_kernel
 from toys.tables import plain_law
 
 START = 2
@@ -82,7 +82,7 @@ def test_forked_rows_share_what_the_encoder_read(family: str, monkeypatch: pytes
     assert reads == [2, 1]  # those that were added
 
 
-@pytest.mark.skipif(kernel_missing() is not None, reason="no kernel for quantized weights here")
+@needs_kernel
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
 def test_own_weights_draft_with_what_the_target_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources are read once for both; another model's weights are seldom right, and change no text either."""
