@@ -50,8 +50,7 @@ class ScoredDrafter:
             logits = self.follower.scorer.extend(tokens[:, -1:], list(map(int, further)))
         if not laws:
             return Draft.empty(len(wanted), self.follower.scorer.device)
-        windowed = self.follower.windowed(lengths)
-        return Draft(tokens, Law.join(laws, 1), tuple(lengths), windowed)
+        return Draft(tokens, Law.join(laws, 1), tuple(lengths))
 
     def observe(self, round: Round) -> None:
         self.follower.rollback(round)

@@ -242,11 +242,10 @@ def test_figures_without_a_draft_and_with_a_lossy_rule() -> None:
     play.row.stats = Stats(emitted=1, target_calls=1)
     text = shown(rounds)
     assert "alpha                   -  " in text and "acceptance by position  -\n" in text
-    assert "relaxed" not in text and "windowed" not in text
-    play.row.stats = Stats(emitted=1, target_calls=1, tested=4, relaxed=2, distance=0.5, windowed=3)
+    assert "relaxed" not in text
+    play.row.stats = Stats(emitted=1, target_calls=1, tested=4, relaxed=2, distance=0.5)
     text = shown(rounds)
     assert "relaxed                 2  " in text and "mean distance           0.1250  " in text
-    assert "windowed                3  " in text
 
 
 def test_markup_in_the_text_is_text() -> None:

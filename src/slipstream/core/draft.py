@@ -83,8 +83,7 @@ class Draft:
     """Proposed tokens and the law each was REALLY sampled from.
 
     `tokens` (rows, gamma) is padded on the right; row r proposes `lengths[r]` tokens, possibly none. `law` covers
-    the same positions; None only if no row proposes anything. `windowed` counts, per row, the tokens drafted from
-    a shortened prefix because the draft's context is smaller than the text.
+    the same positions; None only if no row proposes anything.
 
     `parents` is None for a chain. In a tree it names each node's parent (-1 for the pending token; level by level);
     siblings were drawn one after the other from the law at their parent, each without the tokens drawn before if
@@ -99,7 +98,6 @@ class Draft:
     tokens: Tensor
     law: Law | None
     lengths: tuple[int, ...]
-    windowed: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     replacement: bool = False
     parts: tuple[ScopedDraft, ...] = ()
@@ -158,7 +156,6 @@ class Draft:
             tokens=self.tokens[list(places)],
             law=self.law and self.law.select(torch.tensor(places, device=self.law.device)),
             lengths=tuple(self.lengths[place] for place in places),
-            windowed=tuple(self.windowed[place] for place in places) if self.windowed else (),
             parts=(),
         )
 

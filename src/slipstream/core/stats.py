@@ -26,7 +26,6 @@ class Stats:
     tested: int = 0
     beta: float = 0.0
     target_calls: int = 0
-    windowed: int = 0
     cached: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
@@ -90,7 +89,7 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         names = (
             *("alpha", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_by_position"),
-            *("target_calls", "emitted", "accepted", "drafted", "tested", "windowed", "cached"),
+            *("target_calls", "emitted", "accepted", "drafted", "tested", "cached"),
             *("predicted", "predicted_accepted", "tokens_per_second", "relaxed", "mean_distance"),
         )
         levels = {name: stats.as_dict() for name, stats in self.levels.items()}

@@ -32,7 +32,6 @@ def count_round(round: Round) -> None:
         stats.tested += tested
         stats.beta += sum(betas[r][:tested])
         stats.target_calls += 1
-        stats.windowed += round.draft.windowed[r] if round.draft.windowed else 0
         if verdict.relaxed is not None and verdict.distance is not None:
             stats.relaxed += int(verdict.relaxed[r, :accepted].sum())
             stats.distance += float(verdict.distance[r, :tested].sum())

@@ -66,8 +66,7 @@ class ChainDrafter:
         bases = [len(shadow.outer.readable) - shadow.start for shadow in shadows]
         new = [shadow.row.tokens[base:][:gamma] for shadow, base, gamma in zip(shadows, bases, gammas, strict=True)]
         tokens = padded(new, self.scorer.device)
-        windowed = tuple(gamma if shadow.start else 0 for gamma, shadow in zip(gammas, shadows, strict=True))
-        return Draft(tokens, laws, tuple(gammas), windowed, parts=tuple(parts))
+        return Draft(tokens, laws, tuple(gammas), parts=tuple(parts))
 
     def observe(self, round: Round) -> None:
         self._follower.rollback(round)

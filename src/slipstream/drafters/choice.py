@@ -65,7 +65,6 @@ def merge(drafts: Sequence[Draft]) -> Draft:
         tokens,
         Law(probs=law.probs) if law.points else law,
         tuple(owner.lengths[row] for row, owner in enumerate(owners)),
-        tuple(owner.windowed[row] if owner.windowed else 0 for row, owner in enumerate(owners)),
     )
 
 

@@ -152,7 +152,7 @@ def ended(copy: list[int], row: Row) -> list[int]:
     return copy[: grammar.fitting(row.output, copy)] if grammar is not None and copy else copy
 
 
-def sure(copies: Sequence[Sequence[int]], device: torch.device = CPU, windowed: tuple[int, ...] = ()) -> Draft:
+def sure(copies: Sequence[Sequence[int]], device: torch.device = CPU) -> Draft:
     """Make a draft (rows, longest) of the copies of each row, possibly none: q is a point mass on each token."""
     tokens, lengths = padded(copies, device), tuple(map(len, copies))
-    return Draft(tokens, Law(tokens=tokens) if any(lengths) else None, lengths, windowed)
+    return Draft(tokens, Law(tokens=tokens) if any(lengths) else None, lengths)

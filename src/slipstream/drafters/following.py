@@ -65,10 +65,6 @@ class Follower:
         self.follow(context.rows, context.watch)
         return self.read_late(gammas, context.prefill_chunk)
 
-    def windowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return, per row, how many of its drafted tokens come from a shortened text; see `Draft.windowed`."""
-        return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
-
     def _remember(self, place: int) -> None:
         row, have = self._rows[place], self.scorer.lengths[place]
         if not self.starts[place] and row.finish_reason != "error":

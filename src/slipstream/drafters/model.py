@@ -1,7 +1,6 @@
 """Drafting by a smaller model: the paper's approximation model M_q, sampled token by token as a chain."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from slipstream.core.draft import Draft
 from slipstream.core.protocols import Scorer, Traits
@@ -14,8 +13,7 @@ from slipstream.execution.draft_graphs import FED
 class ModelDrafter:
     """Samples a chain of tokens from a Scorer, with each request's own sampling settings.
 
-    Drafting from a window of the text is exact, since q is the law the token was really sampled from; the
-    statistics count such tokens as `windowed`.
+    Drafting from a window of the text is exact, since q is the law the token was really sampled from.
     """
 
     def __init__(self, scorer: Scorer, vocab: int | None = None, at_once: int = FED) -> None:
@@ -30,8 +28,7 @@ class ModelDrafter:
         if not any(gammas):
             return Draft.empty(len(context.rows), self.scorer.device)
         missing = self._follower.lacking(max(gammas))
-        draft = sample_after(context, self.scorer, missing, gammas, self.vocab, lambda: self._follower.feed(missing))
-        return replace(draft, windowed=self._follower.windowed(gammas))
+        return sample_after(context, self.scorer, missing, gammas, self.vocab, lambda: self._follower.feed(missing))
 
     def observe(self, round: Round) -> None:
         self._follower.rollback(round)

@@ -82,8 +82,7 @@ class TreeDrafter:
                     drawn.clamp(min=0), [(end - start) * bool(gamma) for gamma in gammas], tree=tree
                 )
         lengths = tuple(ends[min(gamma, depth)] for gamma in gammas)
-        windowed = self._follower.windowed(lengths)
-        return Draft(tokens, Law.join(laws, 1), lengths, windowed, parents, self.replacement)
+        return Draft(tokens, Law.join(laws, 1), lengths, parents, self.replacement)
 
     def observe(self, round: Round) -> None:
         self._follower.rollback(round)

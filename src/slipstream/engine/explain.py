@@ -212,8 +212,6 @@ def figures(stats: Stats) -> list[tuple[str, str, str]]:
     if stats.relaxed:
         lines.append(("relaxed", str(stats.relaxed), "tokens kept only by a lossy rule"))
         lines.append(("mean distance", _number(stats.mean_distance, 4), "total variation from the target"))
-    if stats.windowed:
-        lines.append(("windowed", str(stats.windowed), "drafted from a shortened prefix"))
     if stats.undrafted:
         reasons = ", ".join(f"{reason} {rounds}" for reason, rounds in sorted(stats.undrafted.items()))
         lines.append(("undrafted", str(sum(stats.undrafted.values())), f"rounds without the remote draft: {reasons}"))

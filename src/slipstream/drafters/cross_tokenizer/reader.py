@@ -197,9 +197,6 @@ class RetokenizingReader:
         self._note([row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)])
         return self.scorer.extend(tokens, counts)
 
-    def windowed(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        return tuple(length if start else 0 for length, start in zip(lengths, self.starts, strict=True))
-
     def _align(self, room: int) -> list[list[int]]:
         """Roll the cache back to the tokens that still agree -> those to feed; the last is fed again for its logits."""
         missing = []

@@ -67,9 +67,7 @@ class TokenIntersection(Drafter):
             return law.bare() if max(left) > i else None
 
         draft = sample_chain(context, law_after, left, self.scorer.device)
-        if draft.law is None:
-            return draft
-        return replace(draft, lengths=tuple(left), windowed=reader.windowed(left))
+        return draft if draft.law is None else replace(draft, lengths=tuple(left))
 
 
 TAIL = 48  # the number of characters before the drafted text that are encoded together with it
@@ -113,7 +111,7 @@ class StringMatch(Drafter):
             self._encode(view.text, new)[:gamma]
             for view, new, gamma in zip(reader.readings, written, wanted, strict=True)
         ]
-        return sure(drafts, self.scorer.device, reader.windowed(list(map(len, drafts))))
+        return sure(drafts, self.scorer.device)
 
     def _encode(self, text: str, written: Sequence[int]) -> list[int]:
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))

@@ -78,7 +78,7 @@ class RemoteDrafter(Drafter):
     def __init__(
         self, link: DraftConnection, vocab: int, trust: bool = False, top: int = 64, ahead: bool = True
     ) -> None:
-        """Make the drafter of a server, whose ids are within `vocab`; the others are as in `address.Settings`."""
+        """Make the drafter of a server, whose ids are within `vocab`; the others are as in `link.Settings`."""
         self.link, self.vocab, self.trust, self.top, self.ahead = link, vocab, trust, top, ahead
         self.traits = Traits(secret=None if trust else secrets.randbits(128))
         self._held: dict[Row, Held] = {}
