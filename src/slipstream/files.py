@@ -219,7 +219,7 @@ class TensorFileKind:
     what: str  # "n-gram model"
     format: str
     version: str
-    remedy: str  # "build it again"
+    remedy: str  # "build it with `slipstream draft build`"
 
     def recognises(self, path: Path) -> bool:
         head = _beginning(path, 8)
@@ -238,7 +238,10 @@ class TensorFileKind:
 
     @contextmanager
     def contents(self, path: Name) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
-        """Yield a file's tensors and its header; what the block cannot read in them says that the file is damaged."""
+        """Yield a file's tensors and its header; what the block cannot read in them says that the file is damaged.
+        Raises FileNotFoundError, and ValueError as `load_tensors` does."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no {self.what} at {path}: {self.remedy}.")
         tensors, about = load_tensors(path, self)
         try:
             yield tensors, about
@@ -290,7 +293,7 @@ def _checksum(tensors: Mapping[str, Tensor], head: Mapping[str, str]) -> str:
 
     shapes: list[Any] = [(name, str(tensors[name].dtype), list(tensors[name].shape)) for name in sorted(tensors)]
     total = zlib.crc32(repr((sorted(head.items()), shapes)).encode())
-    for name in sorted(tensors):
+    for name in sorted(name for name, tensor in tensors.items() if tensor.numel()):
         array = tensors[name].detach().cpu().reshape(-1).view(torch.uint8).numpy()
         total = zlib.crc32(array.data, total)
     return f"{total:08x}"

@@ -50,7 +50,7 @@ def test_tokens_are_counted_and_the_most_frequent_kept(tmp_path: Path) -> None:
     counts.save(tmp_path / "toy.counts")
     again = TokenCounts.load(tmp_path / "toy.counts")
     assert torch.equal(again.counts, counts.counts) and (again.target, again.texts) == ("toy", 2)
-    with pytest.raises(ValueError, match="there is no file of counts"):
+    with pytest.raises(FileNotFoundError, match="there is no table of token counts at"):
         TokenCounts.load(tmp_path / "none")
 
 
@@ -245,5 +245,5 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="write a number of tokens, a file of counts, or NUMBER:FILE"):
         drafter("embedded?draft_vocab=0", BuildContext(target))
     file.write_bytes(b"no counts")
-    with pytest.raises(ValueError, match="is damaged or no counts of tokens"):
+    with pytest.raises(ValueError, match="is damaged or no table of token counts"):
         drafter(f"embedded?draft_vocab={file}", BuildContext(target))

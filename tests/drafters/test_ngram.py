@@ -271,7 +271,7 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, damage: st
     save_tensors(path, kind, {name: torch.from_numpy(array) for name, array in arrays.items()}, about)
     with pytest.raises(ValueError, match=message) as error:
         NgramModel.load(path)
-    assert str(path) in str(error.value) and "build it again" in str(error.value)
+    assert str(path) in str(error.value) and "build it with" in str(error.value)
 
 
 def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:

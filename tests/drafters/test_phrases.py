@@ -28,6 +28,11 @@ def test_one_text_makes_no_phrase_however_often_it_repeats_itself() -> None:
     assert Phrases.fit([*TEXTS, [7, 8]], VOCAB).after([7])[0] == 8  # a second text does
 
 
+def test_a_table_without_phrases_is_a_table(tmp_path: Path) -> None:
+    Phrases.fit([[1, 2]], VOCAB).save(tmp_path / "empty")
+    assert Phrases.load(tmp_path / "empty").after([1]) == (0, 0.0)
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     made, file = Phrases.fit(TEXTS, VOCAB), tmp_path / "a.phrases"
     made.save(file)

@@ -20,7 +20,7 @@ from slipstream.drafters.datastore.drafter import fingerprint
 from slipstream.files import TensorFileKind, save_tensors, user_cache
 
 KIND = TensorFileKind(
-    "counts of tokens", "slipstream token counts", "1", "make it with `slipstream draft build vocabulary`"
+    "table of token counts", "slipstream token counts", "1", "make it with `slipstream draft build vocabulary`"
 )
 
 
@@ -60,8 +60,6 @@ class TokenCounts:
 
     @staticmethod
     def load(path: str | Path) -> TokenCounts:
-        if not Path(path).is_file():
-            raise ValueError(f"there is no file of counts {str(path)!r}: {KIND.remedy}.")
         with KIND.contents(path) as (tensors, about):
             return TokenCounts(tensors["counts"], int(about["texts"]), about["target"], about["tokenizer"])
 

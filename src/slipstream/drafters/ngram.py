@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from slipstream.files import TensorFileKind, save_tensors
 
 ORDERS = range(1, 6)
 MOST_TOKENS = 1 << 24  # the largest vocabulary: above all real ones, small enough for tables with an entry per token
-KIND = TensorFileKind("n-gram model", "slipstream.ngram", "2", "build it again")
+KIND = TensorFileKind("n-gram model", "slipstream.ngram", "2", "build it with `slipstream draft build`")
 
 FALLBACK = (0.5, 1.0, 1.5)
 """The discounts of counts 1, 2, 3 or more if there is too little text to compute them (KenLM's values)."""
@@ -160,8 +159,6 @@ class NgramModel:
     def load(path: str | os.PathLike[str]) -> NgramModel:
         """Map a file into memory, after reading it once to verify its checksum.
         Raises FileNotFoundError, and ValueError if it is damaged, another format or another version."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no n-gram model at {path}.")
         with KIND.contents(path) as (tensors, about):
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
             orders = range(2, int(about["order"]) + 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from slipstream.drafters.copying import CopyingDrafter, SuffixAutomaton
 from slipstream.drafters.datastore.corpus import as_ids
 from slipstream.files import TensorFileKind, save_tensors
 
-KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it again")
+KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it by Phrases.fit")
 ORDER = 3  # the longest context, in tokens: longer ones added nothing
 MOST_TOKENS = (1 << 21) - 2  # the largest vocabulary: contexts of ORDER tokens fit into 63 bits
 TEXTS = 2  # in how many texts a context must occur
@@ -99,8 +98,6 @@ class Phrases:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Phrases:
         """Read a table. Raises FileNotFoundError, and ValueError if it is damaged, another format or version."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no table of phrases at {path}.")
         with KIND.contents(path) as (tensors, about):
             keys, tokens, chances = (tensors[name].numpy() for name in ("keys", "tokens", "chances"))
             vocab = int(about["vocab"])

@@ -148,7 +148,7 @@ def test_a_file_gives_the_same_matches(tmp_path: Path) -> None:
 
 def test_what_is_no_corpus_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(b"no corpus")
-    with pytest.raises(ValueError, match=r"damaged.*build it again\.$"):
+    with pytest.raises(ValueError, match=r"damaged.*build it with `slipstream draft build`\.$"):
         Corpus.load(tmp_path / "c")
     with pytest.raises(FileNotFoundError, match="draft build"):
         Corpus.load(tmp_path / "absent")

@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 
 from slipstream.files import TensorFileKind, save_tensors
 
-KIND = TensorFileKind("corpus", "slipstream.corpus", "2", "build it again")
+KIND = TensorFileKind("corpus", "slipstream.corpus", "2", "build it with `slipstream draft build`")
 DEPTH = 64  # the number of tokens of the longest match, the default of suffix decoding (arXiv 2411.04975)
 SAMPLE = 32  # the number of occurrences whose continuations are compared; of more, those at even distances in the array
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -116,8 +115,6 @@ class Corpus:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Corpus:
         """Map a file into memory. Raises FileNotFoundError, and ValueError if it is damaged or not a corpus."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no corpus at {path}: build one with `slipstream draft build`.")
         with KIND.contents(path) as (tensors, about):
             text, suffixes = tensors["text"].numpy(), tensors["suffixes"].numpy()
             shaped = text.ndim == 2 and text.shape[1] in (2, 4) and suffixes.shape == text.shape[:1] and len(text)
