@@ -205,5 +205,5 @@ def test_shells_complete_drafts_and_rules(line: str, found: list[str]) -> None:
 
 def test_the_help_names_the_drafts_that_there_are() -> None:
     """Completion must not wait for torch, which the table of drafts needs."""
-    unnamed = {"model", "quantized", "tls"}
+    unnamed = {"model", "tls"}
     assert {form.partition(":")[0] for form in DRAFTS} == KINDS.keys() - unnamed

@@ -186,7 +186,7 @@ def test_a_draft_model_is_quantized_and_the_target_is_not() -> None:
         (Lookup(), None, Lookup),
         *(pytest.param(name, None, SameRowsDrafter, marks=needs_kernel) for name in ("int4", "window:8")),
         pytest.param("window:8?weights=int4&sinks=2", None, SameRowsDrafter, marks=needs_kernel),
-        pytest.param("quantized:int4?group=64", None, SameRowsDrafter, marks=[needs_kernel, pytest.mark.slow]),
+        pytest.param("int4?group=64", None, SameRowsDrafter, marks=[needs_kernel, pytest.mark.slow]),
         pytest.param("lookup|int4", None, Choice, marks=[needs_kernel, pytest.mark.slow]),
         pytest.param("lookup>int8", None, ChainDrafter, marks=needs_kernel),
     ],

@@ -70,7 +70,7 @@ MODEL: Parsers = {"dtype": str, "device": str, **CUT, "quantize": Precision.read
 OWN_WEIGHTS: Parsers = {"group": int, "rounding": str, **CUT}
 FILES: Parsers = {"key_file": str, "ca_file": str}
 SERVER: Parsers = {"timeout_ms": float, "trust": switch, "top": int, "ahead": switch, **FILES}
-QUANTIZED = ("int4", "int8", "quantized")
+QUANTIZED = ("int4", "int8")
 MODELS = ("model", "embedded", *QUANTIZED)
 
 ALIASES = {"prompt_lookup_max": "max_matching_ngram_size", "prompt_lookup_min": "min_matching_ngram_size"}
@@ -156,24 +156,28 @@ def exit_layers(context: BuildContext, layers: str) -> Drafter:
     return SameRowsDrafter(part_of(_own(context), int(layers)))
 
 
-@kind("quantized:PRECISION", "the target's own weights, as quantized:int4?group=64", **OWN_WEIGHTS)
 def quantized(
+    precision: str,
     context: BuildContext,
-    name: str,
+    value: str,
     group: int | None = None,
     rounding: str = NEAREST,
     draft_vocab: FrequentTokens | None = None,
 ) -> Drafter:
     """Build the drafter of the target's quantized weights, on its cache unless it needs one of its own."""
-    target, precision = context.target, Precision.named(name, group, rounding)
+    target, weights = context.target, Precision.named(precision, group, rounding)
     if not isinstance(target, HasModel):
         raise ValueError(f"{target.name} has no weights to quantize: use another draft.")
     _refuse_ranks(target)
     kept, progress = context.kept_tokens(draft_vocab), context.mode.progress
     if not target.shares_rows or context.tree or context.drafted:
-        twin = quantized_twin(target.model, target.name, precision, kept, progress)
+        twin = quantized_twin(target.model, target.name, weights, kept, progress)
         return context.drafting(load_scorer(twin, mode=replace(context.mode, packed=False)))
-    return SameRowsDrafter(_graphed(context, quantized_part(target, precision, kept, progress)))
+    return SameRowsDrafter(_graphed(context, quantized_part(target, weights, kept, progress)))
+
+
+kind("int8", "the target's own weights in 8 bits, on its own cache", **OWN_WEIGHTS)(partial(quantized, "int8"))
+kind("int4", "the target's own weights in 4 bits, on its own cache", **OWN_WEIGHTS)(partial(quantized, "int4"))
 
 
 def _graphed(context: BuildContext, scorer: AScorer) -> AScorer:
@@ -181,14 +185,6 @@ def _graphed(context: BuildContext, scorer: AScorer) -> AScorer:
     if runs_fast and context.mode.ahead is not None and isinstance(scorer, DraftsInGraphs):
         scorer.make_draft_graphs(context.mode.ahead, context.mode.progress)
     return scorer
-
-
-def named(precision: str, context: BuildContext, value: str, **options: Any) -> Drafter:
-    return quantized(context, precision, **options)
-
-
-kind("int8", "the target's own weights in 8 bits, on its own cache", **OWN_WEIGHTS)(partial(named, "int8"))
-kind("int4", "the target's own weights in 4 bits, on its own cache", **OWN_WEIGHTS)(partial(named, "int4"))
 
 
 SINKS = 4  # the first tokens of a text, which get much attention in every text (arXiv 2309.17453)
