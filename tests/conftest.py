@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SLIPSTREAM_CODES"] = "off"  # and those of calibrated rounding see codes chosen
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,3 +66,34 @@ def engine() -> Any:
     import slipstream
 
     return slipstream.load()
+
+
+LOADED: dict[Any, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def quick_loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where loading is not tested, scorers of the embedded pair have the weights of the first one and what was recorded
+    of its passes. Nothing else is shared: each has a model, rows and programs of its own."""
+    from slipstream.execution.passes import EAGER
+    from slipstream.kernels.cpu import kernel_missing
+    from slipstream.kernels.packing import twin_of
+    from slipstream.models.causal import CausalScorer
+    from slipstream.models.loading.faults import usable_device
+    from slipstream.models.loading.load import load_scorer
+    from slipstream.models.loading.pairings import EMBEDDED
+
+    def quickly(source: Any, dtype: Any = "auto", device: Any = None, mode: Any = EAGER, *more: Any, **how: Any) -> Any:
+        usual = (replace(mode, ahead=None, progress=None), how, more or (None,)) == (EAGER, {}, (None,))
+        if not (usual and usable_device(device).type == "cpu" and getattr(source, "parent", None) == EMBEDDED):
+            return load_scorer(source, dtype, device, mode, *more, **how)
+        first = LOADED.get((source, dtype)) or LOADED.setdefault((source, dtype), load_scorer(source, dtype))
+        model = twin_of(first.model)
+        made = CausalScorer(model, first.name, replace(first.execution, model=model, _programs={}))
+        if mode.ahead is not None:
+            made.make_draft_graphs(mode.ahead, mode.progress)
+        return made
+
+    if {"kernels", "execution", "models", "test_engine.py"}.isdisjoint(request.path.parts) and not kernel_missing():
+        for place in ("slipstream.engine.load", "slipstream.drafters.kinds"):
+            monkeypatch.setattr(f"{place}.load_scorer", quickly)

@@ -15,8 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from processes import OUTPUT, Command
 
 TESTS = Path(__file__).parent
-SECONDS = 120
-"""By then everything that a test starts has ended, or something waits for ever."""
+SECONDS = 120  # by then everything that a test starts has ended, or something waits for ever
 
 
 def free_port() -> int:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
+import terminal
 from scripted import repeat
 from slipstream.check import CheckReport, check
 from slipstream.check.controls import broken
 from slipstream.check.enumeration import CHAIN_CELLS, TREE, Pair, deep, normed, rule_laws, wide
 from slipstream.check.samples import CellCounts, critical, detectable, tail
-from slipstream.cli import app as cli
 from slipstream.core.draft import Draft, Verdict, Verifier
 from slipstream.core.draws import DrawnBy, Key, draw, draw_coupled
 from slipstream.core.law import Law, total_variation
@@ -49,8 +48,7 @@ from toys.tables import Table, TableScorer
 
 PROMPTS = [(0, 2), (1,), (2, 2, 1, 0)]
 FEW = {"samples": 256, "max_new_tokens": 24}
-LEAST = {"samples": 32, "max_new_tokens": 8}
-"""Enough for faults that every text shows."""
+LEAST = {"samples": 32, "max_new_tokens": 8}  # enough for faults that every text shows
 
 Draw = Callable[..., Tensor]
 
@@ -765,13 +763,13 @@ def test_the_command_exits_with_the_verdict(
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"tokens": prompt}) + "\n" for prompt in PROMPTS))
     fixed = ["check", "--prompts", str(file), "--samples", "256", "--max-new-tokens", "16", "--gamma", "2"]
-    result = CliRunner().invoke(cli.app, [*fixed, *arguments, "--json"])
+    result = terminal.run(*fixed, *arguments, "--json")
     assert result.exit_code == code, result.output
     if code != 2:
         found = json.loads(result.stdout)
         assert found["verdict"] == {0: "pass", 1: "fail", 3: "cannot judge"}[code]
         assert found["greedy"] and found["sampling"] and found["environment"]["gamma"] == 2
-        words = CliRunner().invoke(cli.app, [*fixed, "--temperature", "0", *arguments])
+        words = terminal.run(*fixed, "--temperature", "0", *arguments)
         assert words.stdout.startswith(found["verdict"].upper()) and "sampling" not in words.stdout
 
 

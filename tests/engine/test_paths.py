@@ -3,16 +3,15 @@
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import slipstream
 from slipstream.check import check
 from slipstream.check.enumeration import PATHS
 from slipstream.check.record import watch
-from slipstream.cli.app import app
 from slipstream.core.stats import Stats
 from slipstream.decoding import rules
 from slipstream.engine.engine import Engine
+from terminal import run
 
 PROMPTS = ["def add(a, b):", "import", "class Stack:\n    def push(self, item):"]
 
@@ -84,6 +83,5 @@ def test_other_drafts_are_refused_in_one_sentence(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_a_plan_measures_paths() -> None:
-    words = ["plan", "--quick", "--verify", "gbv:2", "--temperature", "1", "--gamma", "2", "--json"]
-    found = CliRunner().invoke(app, words)
+    found = run("plan", "--quick", "--verify", "gbv:2", "--temperature", "1", "--gamma", "2", "--json")
     assert found.exit_code == 0 and '"verify": "gbv:2"' in found.output, found.output
