@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster: which one is asked, what happens when one is killed, and the file that deploys them."""
+"""Replicas on a Ray cluster: which one is asked, what happens when one is killed, and the files that deploy them."""
 
 import json
 import os
@@ -11,13 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 import yaml
 
 from serve.conftest import ServerProcess
 from slipstream.serve.cluster.scale import Scale, routing_key
 
-CONFIG = Path(__file__).parents[2] / "docs" / "ray-serve.yaml"
+
+def obj(*required: str, **properties: Any) -> dict[str, Any]:
+    closed = {"additionalProperties": False} if properties else {}
+    return {"type": "object", "required": [*required], "properties": properties, **closed}
+
+
+POD = {"type": "object", "required": ["spec"], "properties": {"spec": obj("containers")}}
+GROUP = {"rayStartParams": {"type": "object"}, "template": POD}
+WORKERS = {name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas")}
+WORKER = obj("groupName", "template", groupName={"type": "string"}, **WORKERS, **GROUP)
+HEAD = obj("template", **GROUP)
+RAY_SERVICE = {  # what KubeRay's definition of a RayService says of the fields that our manifest has
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayService"},
+        "spec": obj(
+            serveConfigV2={"type": "string"},
+            rayClusterConfig=obj(
+                "headGroupSpec", headGroupSpec=HEAD, workerGroupSpecs={"type": "array", "items": WORKER}
+            ),
+        ),
+    },
+}
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def key(**body: Any) -> str:
@@ -46,14 +72,18 @@ def test_a_number_of_replicas_is_read(text: str | int, found: tuple[int, int]) -
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of pydantic
-def test_the_file_that_deploys_is_valid() -> None:
+def test_the_files_that_deploy_are_valid() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from slipstream.serve.cluster.replicas import deploy
 
-    (application,) = ServeDeploySchema(**yaml.safe_load(CONFIG.read_text())).applications
-    assert application.import_path == f"{deploy.__module__}:{deploy.__name__}"
-    assert deploy(application.args) is not None
+    config = yaml.safe_load((DOCS / "ray-serve.yaml").read_text())
+    manifest = yaml.safe_load((DOCS / "kuberay.yaml").read_text())
+    jsonschema_rs.validate(RAY_SERVICE, manifest)
+    for deployment in (config, yaml.safe_load(manifest["spec"]["serveConfigV2"])):
+        (application,) = ServeDeploySchema(**deployment).applications
+        assert application.import_path == f"{deploy.__module__}:{deploy.__name__}"
+        assert deploy(application.args) is not None
 
 
 def answer(http: httpx.Client, prompt: str, **more: Any) -> httpx.Response:
@@ -80,6 +110,26 @@ def wait_for_two(server: ServerProcess) -> None:
     while len(workers(server)) < 2 and time.monotonic() < end:
         time.sleep(0.5)
     assert len(workers(server)) == 2
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_one_server_does(replicas: ServerProcess, server: ServerProcess) -> None:
+    with replicas.http() as many, server.http() as one:
+        assert many.get("/health").json() == {"status": "ok"}
+        for path, body in (
+            ("/v1/completions", {"prompt": "x", "temperature": 0}),
+            ("/v1/completions", {"nonsense": 1}),
+        ):
+            ours, expected = many.post(path, json=body), one.post(path, json=body)
+            assert ours.status_code == expected.status_code
+            assert ours.json().get("choices") == expected.json().get("choices")
+            assert ours.json().get("error") == expected.json().get("error")
+        assert many.get("/nowhere").status_code == 404
+    assert len(workers(replicas)) == 2
+    asked: dict[str, Any] = {"model": "embedded", "prompt": "x", "max_tokens": 8, "temperature": 0}
+    stream = replicas.client().completions.create(**asked, stream=True)
+    whole = replicas.client().completions.create(**asked)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ class PassRunner:
 
 
 PREFILL_TOKENS = 512  # columns of one prefill pass: bounds the memory of masks and activations for long prompts
+CACHED_TOKENS = 256  # of all rows in a prefill pass on a CPU, whose second cache holds their activations
 
 WORTH_A_PASS, WORTHWHILE = 32, 0.9
 """Tokens of a text with which it may be read alone, and the share of real tokens up to which that saves padding."""
@@ -290,12 +291,19 @@ class CausalScorer(OnMemory):
 
     @torch.inference_mode()
     def _prefill(self, texts: Sequence[Sequence[int]], first: int) -> None:
-        for start in range(0, max(map(len, texts), default=0), PREFILL_TOKENS):
-            parts = [text[start : start + PREFILL_TOKENS] for text in texts]
-            counts = [len(part) for part in parts]
+        start, longest = 0, max(map(len, texts), default=0)
+        while start < longest:
+            stop = start + self._columns(len(texts), max(self.lengths[first : first + len(texts)]))
+            parts = [text[start:stop] for text in texts]
+            start, counts = stop, [len(part) for part in parts]
             slots = self._memory.texts.place(max(counts), first, first + len(parts)).to(self.device)
             self._runner.feed(self._builder.build(padded(parts, self.device), slots))
             self._memory.texts.advance(counts)
+
+    def _columns(self, rows: int, past: int) -> int:
+        """Return the columns of a prefill pass: the more tokens are in the cache, the longer it takes to read these."""
+        cached = PREFILL_TOKENS if self.device.type != "cpu" else max(CACHED_TOKENS // rows, past // 8, 16)
+        return min(PREFILL_TOKENS, cached)
 
     @torch.inference_mode()
     def alone(self, text: Sequence[int], source: Source | None = None) -> Tensor:
