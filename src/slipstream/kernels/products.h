@@ -54,13 +54,13 @@ struct QuantizedLayer {
   int64_t apart;
 };
 
-// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale and the sum of every group, (groups,
-// rows). Rows of codes are `apart`, so that they do not push each other out of the cache. Memory is kept when others are
-// taken.
+// Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale of every group, the sum of its numbers,
+// and their product, its total: (groups, rows). Rows of codes are `apart`, so that they do not push each other out of the
+// cache. Memory is kept when others are taken.
 struct WholeInputs {
   int64_t rows = 0, groups = 0, group = 0, apart = 0;
   std::vector<int8_t> codes;
-  std::vector<float> scales, sums;
+  std::vector<float> scales, sums, totals;
 
   // Takes inputs (rows, width), where the last group may end behind the width.
   void take(Number number, const void* inputs, int64_t rows, int64_t width, int64_t groups, int64_t group);

@@ -48,6 +48,11 @@ inline Lanes nearest(const Lanes& values, float factor) {
 #endif
 }
 
+// (Within the function that knows `Inputs`, compilers would fear that bytes change its members, and take one by one.)
+inline void narrow(const int32_t* __restrict from, int64_t count, int8_t* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int8_t>(from[i]);
+}
+
 // A group of which `count` inputs are given; those behind them are nothing. If one of them is not finite, neither is
 // anything that the group is multiplied by.
 template <class Type>
@@ -68,21 +73,21 @@ void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inp
   for (int i = 0; i < LANES; ++i) most = std::max(most, sizes[i]);
   const float greatest = bits<float>(most);
   if (most >= 0x7f800000u) {
-    inputs.scales[place] = std::numeric_limits<float>::quiet_NaN();
+    inputs.scales[place] = inputs.totals[place] = std::numeric_limits<float>::quiet_NaN();
   } else if (greatest >= LEAST) {
     int32_t numbers[MOST_GROUP];
-    Lanes sums = {};
+    Whole sums = {};
     for (int64_t i = 0; i < vectors; ++i) {
-      const Lanes found = nearest(Type::load(given + i * LANES), 127 / greatest);
-      const Whole rounded = __builtin_convertvector(found, Whole);
-      std::memcpy(numbers + i * LANES, &rounded, sizeof(rounded));
+      const Whole found = __builtin_convertvector(nearest(Type::load(given + i * LANES), 127 / greatest), Whole);
+      std::memcpy(numbers + i * LANES, &found, sizeof(found));
       sums += found;
     }
-    for (int64_t i = 0; i < inputs.group; ++i) codes[i] = static_cast<int8_t>(numbers[i]);
-    inputs.scales[place] = greatest / 127;
-    float sum = 0;
+    narrow(numbers, vectors * LANES, codes);
+    int32_t sum = 0;
     for (int i = 0; i < LANES; ++i) sum += sums[i];
-    inputs.sums[place] = sum;
+    inputs.scales[place] = greatest / 127;
+    inputs.sums[place] = static_cast<float>(sum);
+    inputs.totals[place] = inputs.scales[place] * inputs.sums[place];
   }
 }
 
@@ -222,7 +227,7 @@ void add_group(Lanes& sum, const Whole& products, const Lanes& zero, const Lanes
   Lanes found = __builtin_convertvector(products, Lanes);
   if constexpr (Form::ZERO != Zero::OFFSET) found = fused(-zero, inputs.sums[own], found);
   sum = fused(found, scale * inputs.scales[own], sum);
-  if constexpr (Form::ZERO == Zero::OFFSET) sum = fused(offset, inputs.scales[own] * inputs.sums[own], sum);
+  if constexpr (Form::ZERO == Zero::OFFSET) sum = fused(offset, inputs.totals[own], sum);
 }
 
 #if PAIRS
@@ -299,89 +304,127 @@ void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) 
 }
 
 #if defined(__AMX_INT8__) && defined(__AVX512F__)
-// Products by Intel's tiles (AMX): 16 rows with 16 features, 64 inputs at a time. Fewer rows are as fast by vectors,
-// and so are smaller groups, whose sums have to be scaled more often.
+// Products by Intel's tiles (AMX): up to 32 rows with a panel, up to 64 inputs of a group at a time. A few rows are as fast
+// by vectors.
 template <class Form>
 class Tiles {
  public:
   // How many rows, from the first one on, go by tiles.
   static int64_t rows(const Inputs& inputs) {
-    return inputs.group >= DEPTH && tiles_allowed() ? inputs.rows / SIDE * SIDE : 0;
+    const int64_t others = inputs.rows % (2 * SIDE);
+    return tiles_allowed() ? inputs.rows - (others < SIDE ? others : 0) : 0;
   }
 
-  explicit Tiles(const Inputs& inputs) : inputs_(inputs) {}
+  explicit Tiles(const Inputs& inputs) : inputs_(inputs), depth_(std::min(inputs.group, SIDE * QUAD)) {}
 
   ~Tiles() {
     if (shaped_) _tile_release();
   }
 
-  // A panel's features of SIDE rows, beginning with `row`.
-  void fill(const Layer& layer, int64_t panel, int64_t row) {
-    if (!shaped_) shape();
-    float sums[SIDE][PANEL];
-    for (int part = 0; part < PARTS; ++part) sum(layer, panel, part, row, sums);
-    for (int64_t r = 0; r < SIDE; ++r) layer.write(panel, row + r, sums[r]);
+  // A panel's features of the first `rows` rows.
+  void fill(const Layer& layer, int64_t panel, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += 2 * SIDE) {
+      const int64_t some = std::min(2 * SIDE, rows - row);
+      shape(some);
+      some > SIDE ? sum<true>(layer, panel, row, some) : sum<false>(layer, panel, row, some);
+    }
   }
 
  private:
   static constexpr int BITS = Form::BITS;
-  static constexpr int64_t DEPTH = SIDE * QUAD;     // inputs of a tile
   static constexpr int64_t WIDTH = PANEL * QUAD;    // bytes of a step
   static constexpr int64_t STEP = QUAD * 8 / BITS;  // inputs of a step
 
   const Inputs& inputs_;
-  bool shaped_ = false;
+  const int64_t depth_;  // inputs of a tile
+  int64_t shaped_ = 0;
 
-  // Tile 0 has sums, 1 inputs, 2 codes.
-  void shape() {
+  // Tiles 0 to 3 are sums, two halves of a panel for up to 16 rows and two for others; 4 and 5 inputs of these rows, 6 and 7
+  // the halves' codes.
+  void shape(int64_t rows) {
+    if (shaped_ == rows) return;
     TileShapes tiles;
-    std::fill_n(tiles.bytes, 3, LINE);
-    std::fill_n(tiles.heights, 3, SIDE);
-    tiles.load();
-    shaped_ = true;
-  }
-
-  // LANES features of a panel for SIDE rows.
-  void sum(const Layer& layer, int64_t panel, int part, int64_t row, float (*to)[PANEL]) const {
-    Lanes sums[SIDE] = {};
-    alignas(LINE) Whole products[SIDE];
-    const int64_t bytes = inputs_.group / STEP * WIDTH;
-    const uint8_t* codes = layer.weights.codes + panel * inputs_.groups * bytes + part * LINE;
-    const int8_t* given = inputs_.codes.data() + row * inputs_.apart;
-    for (int64_t group = 0; group < inputs_.groups; ++group, codes += bytes, given += inputs_.group) {
-      if (part == 0) prefetch(codes, bytes);
-      multiply(codes, given, products);
-      const Numbers<Form> numbers(layer.weights, panel, group);
-      const Lanes scale = numbers.scales(part), offset = numbers.offsets(part);
-      const Lanes zero = numbers.zeros(part);
-      for (int r = 0; r < SIDE; ++r)
-        add_group<Form>(sums[r], products[r], zero, scale, offset, inputs_, group * inputs_.rows + row + r);
+    const int64_t first = std::min(rows, SIDE), codes = depth_ / QUAD;
+    const int64_t heights[] = {first, first, rows - first, rows - first, first, rows - first, codes, codes};
+    for (int i = 0; i < 8; ++i) {
+      tiles.heights[i] = static_cast<uint8_t>(heights[i]);
+      tiles.bytes[i] = static_cast<uint16_t>(!heights[i] ? 0 : i == 4 || i == 5 ? depth_ : LINE);
     }
-    for (int r = 0; r < SIDE; ++r) std::memcpy(to[r] + part * LANES, &sums[r], sizeof(Lanes));
+    tiles.load();
+    shaped_ = rows;
   }
 
-  // A group's codes of LANES features with its inputs of all rows of a tile -> sums of products (rows, LANES).
-  void multiply(const uint8_t* codes, const int8_t* given, Whole* products) const {
-    _tile_zero(0);
-    for (int64_t first = 0; first < inputs_.group; first += DEPTH, codes += DEPTH / STEP * WIDTH) {
-      _tile_loadd(1, given + first, inputs_.apart);
-      if constexpr (BITS == 8) {
-        _tile_loadd(2, codes, WIDTH);
-        _tile_dpbsud(0, 1, 2);
-      } else {
-        alignas(LINE) Words single[SIDE];  // codes in bytes of their own
-        for (int64_t step = 0; step < DEPTH / STEP; ++step) {
-          Words some;
-          std::memcpy(&some, codes + step * WIDTH, sizeof(some));
-          single[2 * step] = some & 0x0f0f0f0fu;
-          single[2 * step + 1] = (some >> 4) & 0x0f0f0f0fu;
-        }
-        asm volatile("" ::"m"(single) : "memory");  // the intrinsic reads more than compilers know
-        _tile_loadd(2, single, LINE);
-        _tile_dpbsud(0, 1, 2);
+  // A panel's features of `rows` rows. Tiles multiply a group while vectors scale and add the products of the one before.
+  template <bool BOTH>
+  void sum(const Layer& layer, int64_t panel, int64_t row, int64_t rows) const {
+    alignas(LINE) Lanes sums[2 * SIDE][PARTS] = {};
+    alignas(LINE) Whole products[2][PARTS * 2][SIDE];
+    const int64_t groups = inputs_.groups, bytes = inputs_.group / STEP * WIDTH;
+    const uint8_t* codes = layer.weights.codes + panel * groups * bytes;
+    const int8_t* given = inputs_.codes.data() + row * inputs_.apart;
+    multiply<BOTH>(codes, given, products[0]);
+    for (int64_t group = 0; group < groups; ++group) {
+      if (row == 0) prefetch(codes + group * bytes, bytes);
+      const int64_t next = group + 1;
+      if (next < groups) multiply<BOTH>(codes + next * bytes, given + next * inputs_.group, products[next % 2]);
+      const Numbers<Form> numbers(layer.weights, panel, group);
+      for (int tile = 0; tile < (BOTH ? 4 : 2); ++tile) {
+        const int part = tile % PARTS;
+        const int64_t first = tile / PARTS * SIDE, place = group * inputs_.rows + row + first;
+        const Lanes zero = numbers.zeros(part), scale = numbers.scales(part), offset = numbers.offsets(part);
+        const Whole* found = products[group % 2][tile];
+        const auto add = [&](int r) {
+          add_group<Form>(sums[first + r][part], found[r], zero, scale, offset, inputs_, place + r);
+        };
+        if (rows - first >= SIDE)
+#pragma GCC unroll 16
+          for (int r = 0; r < SIDE; ++r) add(r);
+        else
+          for (int r = 0; r < rows - first; ++r) add(r);
       }
     }
-    _tile_stored(0, products, LINE);
+    for (int64_t r = 0; r < rows; ++r) layer.write(panel, row + r, reinterpret_cast<const float*>(sums[r]));
+  }
+
+  // A group's codes of a panel with its inputs of all rows.
+  template <bool BOTH>
+  void multiply(const uint8_t* codes, const int8_t* given, Whole (*products)[SIDE]) const {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (BOTH) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t first = 0; first < inputs_.group; first += depth_, codes += depth_ / STEP * WIDTH) {
+      alignas(LINE) Words single[SIDE][PARTS];  // codes in bytes of their own
+      const uint8_t* from = codes;
+      if constexpr (BITS == 4) {
+        for (int64_t step = 0; step < depth_ / STEP; ++step)
+          for (int part = 0; part < PARTS; ++part) {
+            const Words some = (Words)vector_at(codes + step * WIDTH + part * LINE);
+            single[2 * step][part] = some & 0x0f0f0f0fu;
+            single[2 * step + 1][part] = (some >> 4) & 0x0f0f0f0fu;
+          }
+        asm volatile("" ::"m"(single) : "memory");  // the intrinsic reads more than compilers know
+        from = reinterpret_cast<const uint8_t*>(single);
+      }
+      _tile_loadd(4, given + first, inputs_.apart);
+      _tile_loadd(6, from, WIDTH);
+      _tile_dpbsud(0, 4, 6);
+      _tile_loadd(7, from + LINE, WIDTH);
+      _tile_dpbsud(1, 4, 7);
+      if constexpr (BOTH) {
+        _tile_loadd(5, given + SIDE * inputs_.apart + first, inputs_.apart);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+      }
+    }
+    _tile_stored(0, products[0], LINE);
+    _tile_stored(1, products[1], LINE);
+    if constexpr (BOTH) {
+      _tile_stored(2, products[2], LINE);
+      _tile_stored(3, products[3], LINE);
+    }
   }
 };
 #else
@@ -398,7 +441,7 @@ struct Tiles {
 template <class Form>
 void fill(const Layer& layer, const Inputs& inputs, int64_t panel, Tiles<Form>& tiles) {
   const int64_t tiled = tiles.rows(inputs), others = inputs.rows - tiled;
-  for (int64_t row = 0; row < tiled; row += SIDE) tiles.fill(layer, panel, row);
+  tiles.fill(layer, panel, tiled);
   constexpr int MOST = TURNS<Form, MORE_ROWS> ? MORE_ROWS : WHOLE_ROWS;
   const int64_t parts = (others + MOST - 1) / MOST;
   for (int64_t i = 0; i < parts; ++i) {
@@ -498,7 +541,8 @@ void slipstream::WholeInputs::take(Number number, const void* inputs, int64_t ow
                                    int64_t own_group) {
   rows = own_rows, groups = own_groups, group = own_group;
   apart = groups * group + (groups * group % COLLIDING ? 0 : LINE);
-  codes.assign(rows * apart, 0), scales.assign(rows * groups, 0), sums.assign(rows * groups, 0);
+  codes.assign(rows * apart, 0);
+  for (auto* numbers : {&scales, &sums, &totals}) numbers->assign(rows * groups, 0);
   const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
   with_type(number, [&](auto type) {
     using Type = decltype(type);
