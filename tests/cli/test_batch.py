@@ -18,6 +18,7 @@ from processes import Command
 from slipstream.serve.batch.journal import Journal
 from slipstream.serve.batch.lines import BatchLine, ServerReply
 from terminal import run
+from test_house import SERVER
 
 PROMPTS = ["x =", "import", "class A", "def f(x):", "for i in", "return"]
 
@@ -78,8 +79,40 @@ def test_a_run_goes_on_where_it_was_and_texts_do_not_depend_on_it(
     assert whole.read_text() == parts.read_text(), "the same texts, in batches of other sizes, in three runs"
 
 
-def test_the_models_own_settings_come_before_the_defaults_of_lines(tmp_path: Path) -> None:
-    """What a line or an option says comes before them."""
+OWN = [
+    {"prompt": "x =", "temperature": 1, "max_tokens": 9},
+    {"id": "n", "prompt": "def f(x):", "max_tokens": 9, "n": 2, "temperature": 1, "logit_bias": {"5": -100}},
+    {"tokens": [3, 4, 5], "max_tokens": 7, "stop": ["\n"], "top_k": -1},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+    {"prompt": 3},
+    {"prompt": "import", "max_tokens": 4, "speculative": {"verify": "block", "gamma": 2}, "temperature": 0.7},
+    {"prompt": "x", "top_p": 0, "max_tokens": 2},
+]
+
+
+def test_our_own_lines_need_nothing_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its libraries are missing, the command writes the texts that the application writes."""
+    file, template = tmp_path / "own.jsonl", tmp_path / "template"
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in OWN))
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    more = ["--chat-template", str(template), "--max-rows", "2"]
+    assert run("batch", str(file), "--out", str(tmp_path / "whole"), *more).exit_code == 2
+    for name in SERVER:
+        monkeypatch.setitem(sys.modules, name, None)
+    ended = run("batch", str(file), "--out", str(tmp_path / "own"), *more)
+    assert ended.exit_code == 2 and "2 of them with an error" in ended.stderr, ended.stderr
+    found, want = answers(tmp_path / "own"), answers(tmp_path / "whole")
+    assert found[:6] == want[:6] and "top_p" in found[6]["error"] and "top_p" in want[6]["error"]
+    assert not (tmp_path / "own.partial").exists()
+
+
+@pytest.mark.parametrize("server", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_the_models_own_settings_come_before_the_defaults_of_lines(
+    server: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without the server's libraries; what a line or an option says comes before them."""
+    for name in [] if server else SERVER:
+        monkeypatch.setitem(sys.modules, name, None)
     GenerationConfig(do_sample=True, temperature=0.9, max_new_tokens=5).save_pretrained(tmp_path)
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "x ="}, {"prompt": "x =", "max_tokens": 3}, {"prompt": "x =", "temperature": 0}]
@@ -97,11 +130,24 @@ def test_the_models_own_settings_come_before_the_defaults_of_lines(tmp_path: Pat
     assert [each["completion_tokens"] for each in said] == [4, 3, 4] and said[0]["text"] == said[2]["text"]
 
 
-def test_what_is_to_be_installed_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"prompt": "x", "logprobs": 1}, "prompt 2 (logprobs) needs fastapi"),
+        ({"prompt": "x", "speculative": {"explain": True}}, "prompt 2 (speculative) needs fastapi"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "prompt 2 (messages) needs"),
+        ({"custom_id": "a", "url": "/v1/completions", "body": {}}, "prompt 2 (OpenAI's batch format) needs fastapi"),
+        (None, ""),
+    ],
+)
+def test_what_only_the_server_answers_is_said_before_any_work(
+    line: dict[str, Any] | None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    result = run("batch", prompts(tmp_path), "--out", str(tmp_path / "out"))
-    assert result.exit_code == 2 and "batch needs fastapi: pip install 'slipstream[serve]'." in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+    file = prompts(tmp_path, *([line] if line else []), count=1)
+    result = run("batch", file, "--out", str(tmp_path / "out"))
+    assert what in " ".join(result.stderr.split()) and result.exit_code == (2 if line else 0)
+    assert (tmp_path / "out").exists() is (line is None)
 
 
 @pytest.mark.parametrize(

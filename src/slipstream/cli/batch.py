@@ -18,7 +18,7 @@ import typer
 from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say, tell
 from slipstream.cli.console import countdown
-from slipstream.cli.serve import ADDRESS, SERVED, Shared, needed, recipe_of
+from slipstream.cli.serve import ADDRESS, SERVED, Shared, missing_libraries, needed, recipe_of
 from slipstream.cli.settings import call_options, read_form
 from slipstream.core.model_options import MODEL_OPTIONS
 from slipstream.core.options import REQUEST_FIELDS
@@ -75,7 +75,7 @@ def batch(context: typer.Context, file: File) -> None:
     from slipstream.serve.settings import Limits, ServeSettings
 
     params = context.params
-    out, force, runner = params["out"], params["force"], _runner(params)
+    out, force = params["out"], params["force"]
     limits = Limits(body_bytes=1 << 30, values=1 << 30, samples=1 << 16)  # only memory limits a batch
     names = tuple(params["names"] or [source_name(params["target"]) or "embedded"])
     settings = ServeSettings(names, max_queue=1 << 30, lossless=params["lossless"], limits=limits)
@@ -90,6 +90,7 @@ def batch(context: typer.Context, file: File) -> None:
     given = read_lines(file, params["chat"])
     facts = _facts(params, defaults, recipe.template, given)
     lines = [defaults.complete(line) for line in given]
+    runner = _runner(params, lines)
     columns: dict[str, str] = {}
     for form in {line.form.name: line.form for line in lines}.values():
         columns |= form.columns
@@ -144,19 +145,27 @@ def _facts(
     return {"settings": fingerprint(settings), "prompts": fingerprint(line.facts for line in lines)}
 
 
-def _runner(params: dict[str, Any]) -> Callable[[Recipe, list[BatchLine], Keep], None]:
-    """Return what answers the lines, in this process or on a Ray cluster.
-    Raises ValueError for Ray's options without --ray, and where libraries are missing."""
-    needed("batch")
-    from slipstream.serve.batch import run
-
+def _runner(params: dict[str, Any], lines: list[BatchLine]) -> Callable[[Recipe, list[BatchLine], Keep], None]:
+    """Return what answers the lines: the models in this process, with or without the server, or a Ray cluster.
+    Raises ValueError for Ray's options without --ray, and for what needs libraries of the server that are missing."""
     if params["ray"]:
+        needed("--ray")
         if not find_spec("ray"):
             raise ValueError("--ray needs Ray: pip install 'slipstream[ray]'.")
-        return partial(run.run_on_cluster, address=params["ray_address"], actors=params["actors"])
+        from slipstream.serve.batch.run import run_on_cluster
+
+        return partial(run_on_cluster, address=params["ray_address"], actors=params["actors"])
     if params["ray_address"] or params["actors"]:
         raise ValueError("--actors and --ray-address are about a cluster: add --ray.")
-    return partial(run.run, on_load=lambda engine: tell(engine.notes), progress=say)
+    from slipstream.serve.batch import direct as here
+
+    if missing_libraries():
+        for line in lines:
+            if what := here.beyond(line):
+                needed(f"prompt {line.index + 1} ({what})")
+    else:
+        from slipstream.serve.batch import run as here  # type: ignore[no-redef]
+    return partial(here.run, on_load=lambda engine: tell(engine.notes), progress=say)
 
 
 def _run(

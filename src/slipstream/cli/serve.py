@@ -147,10 +147,13 @@ def _on_cluster(recipe: Recipe, params: dict[str, Any]) -> int:
     return run_to_end(recipe, scale, params["ray_address"], params["host"], port)
 
 
+def missing_libraries() -> list[str]:
+    return [name for name in ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx") if not find_spec(name)]
+
+
 def needed(command: str = "the server") -> None:
     """Raises ValueError with the command to install them if libraries of the server are missing."""
-    libraries = ("fastapi", "uvicorn", "prometheus_client", "multipart", "httpx")
-    if missing := [name for name in libraries if not find_spec(name)]:
+    if missing := missing_libraries():
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'slipstream[serve]'.")
 
 
