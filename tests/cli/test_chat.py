@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -113,6 +114,13 @@ def test_commands(engine: Echoes, chat: Callable[..., Result]) -> None:
     assert said[-1].startswith("slipstream: /nonsense is no command. /reset: ")
 
 
+def test_json_has_a_line_for_each_answer(engine: Echoes, chat: Callable[..., Result]) -> None:
+    lines = [json.loads(line) for line in chat(["hi", "you"], "--json").stdout.splitlines()]
+    told = [(line["index"], line["text"], line["tokens"]) for line in lines]
+    assert told == [(0, "answer 1", [1, 2]), (1, "answer 2", [1, 2])]
+    assert lines[0]["finish_reason"] == "stop" and lines[0]["stats"]["emitted"] == 2
+
+
 def test_tokens_have_the_colours_of_explain(engine: Echoes, chat: Callable[..., Result]) -> None:
     coloured = chat(["hi"], FORCE_COLOR="1").stdout
     assert "\x1b[32mans\x1b[0m" in coloured and "\x1b[1;34mwer 1\x1b[0m" in coloured
@@ -120,11 +128,17 @@ def test_tokens_have_the_colours_of_explain(engine: Echoes, chat: Callable[..., 
     assert "\x1b" not in chat(["hi"], FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
-def test_ctrl_c_ends_the_answer_alone(engine: Echoes, chat: Callable[..., Result]) -> None:
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_ends_the_answer_alone(engine: Echoes, chat: Callable[..., Result], as_json: bool) -> None:
     engine.error = KeyboardInterrupt()
-    done = chat(["hi", "again"])
-    assert (done.exit_code, done.stdout) == (0, "ans\nanswer 2\n")
+    done = chat(["hi", "again"], *["--json"] * as_json)
+    assert done.exit_code == 0
     assert engine.prompts[1] == [turn("user", "hi"), turn("assistant", "ans"), turn("user", "again")]
+    if as_json:
+        cut = json.loads(done.stdout.splitlines()[0])
+        assert cut == {"index": 0, "text": "ans", "tokens": [1], "finish_reason": "interrupted"}
+    else:
+        assert done.stdout == "ans\nanswer 2\n"
 
 
 def test_what_cannot_be_answered_is_not_remembered(engine: Echoes, chat: Callable[..., Result]) -> None:

