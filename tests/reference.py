@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from typing import Self
 
 import torch
 from transformers import PreTrainedModel
@@ -49,15 +50,18 @@ def drafts_change_nothing(
 
 
 class Reference:
-    """A scorer beside the texts it should hold; every step is compared with fresh forwards."""
+    """A scorer beside the texts it should hold. `gap` compares all that it scored with a fresh forward of each text,
+    in which a token's logits depend on nothing behind it."""
 
     def __init__(self, model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> None:
         self.scorer = model if isinstance(model, StateScorer) else CausalScorer(model, execution=execution)
         self.texts: list[list[int]] = []
         self.sources: list[Source | None] = []
+        self.scored: list[list[tuple[int, torch.Tensor]]] = []  # from which place on, and the logits
+        self.largest = 0.0
         self.fresh_names = itertools.count(1000)
 
-    def add(self, *lengths: int) -> None:
+    def add(self, *lengths: int) -> Self:
         """Prefill new rows behind the others."""
         new = [text(next(self.fresh_names), length) for length in lengths]
         sources = [source(self.scorer, next(self.fresh_names), 1 + 5 * length % 23) for length in lengths]
@@ -65,54 +69,72 @@ class Reference:
         self.scorer.prefill(new, first=len(self.texts))
         self.texts += new
         self.sources += sources
+        self.scored += [[] for _ in new]
+        return self
 
-    def fork(self, *rows: int) -> None:
+    def fork(self, *rows: int) -> Self:
         """Copies of some rows, behind all others."""
         self.scorer.fork(rows)
         self.texts += [list(self.texts[row]) for row in rows]
         self.sources += [self.sources[row] for row in rows]
+        self.scored += [[] for _ in rows]
+        return self
 
-    def read(self, count: int, first: int = 0) -> None:
+    def read(self, count: int, first: int = 0) -> Self:
         """Feed `count` more tokens of a prompt to the last rows, from `first` on."""
         pieces = [text(next(self.fresh_names), count + place) for place in range(len(self.texts) - first)]
         self.scorer.prefill(pieces, first)
         self.texts[first:] = [[*old, *new] for old, new in zip(self.texts[first:], pieces, strict=True)]
+        return self
 
-    def free(self, *rows: int) -> None:
+    def free(self, *rows: int) -> Self:
+        self.gap(*rows)
         self.scorer.free(rows)
-        self.texts = [text for place, text in enumerate(self.texts) if place not in rows]
-        self.sources = [source for place, source in enumerate(self.sources) if place not in rows]
+        kept = [place for place in range(len(self.texts)) if place not in rows]
+        self.texts, self.sources = [self.texts[place] for place in kept], [self.sources[place] for place in kept]
+        self.scored = [self.scored[place] for place in kept]
+        return self
 
     @torch.inference_mode()
-    def step(self, *counts: int) -> float:
-        """Feed the first rows wrong tokens, roll back, feed `counts[r]` true ones -> largest difference in standard
-        deviations. Rows behind them take no part."""
+    def step(self, *counts: int) -> Self:
+        """Feed the first rows wrong tokens, roll back, feed `counts[r]` true ones. Rows behind them take no part."""
         wrong = torch.tensor([text(next(self.fresh_names), 3) for _ in counts])
         self.scorer.extend(wrong, [1 + place % 3 for place in range(len(counts))])
         self.scorer.rollback([len(text) for text in self.texts[: len(counts)]])
         new = [text(next(self.fresh_names), max(counts)) for _ in counts]
         logits = self.scorer.extend(torch.tensor(new), counts)
         assert logits.shape == (len(counts), max(counts), self.scorer.vocab)
-        return self._gap(logits, new, counts)
+        return self._note(logits, new, counts)
 
-    def verify(self, *counts: int) -> float:
+    def verify(self, *counts: int) -> Self:
         """Feed the first rows `counts[r]` true tokens and one to three wrong ones behind them, in one pass, and roll
-        the wrong ones back -> largest difference for the true ones, in standard deviations."""
+        the wrong ones back."""
         new = [text(next(self.fresh_names), max(counts) + 3) for _ in counts]
         logits = self.scorer.extend(torch.tensor(new), [count + 1 + place % 3 for place, count in enumerate(counts)])
         texts = zip(self.texts, counts, strict=False)
         self.scorer.rollback([len(text) + count for text, count in texts])
-        return self._gap(logits, new, counts)
+        return self._note(logits, new, counts)
 
-    def _gap(self, logits: torch.Tensor, new: list[list[int]], counts: tuple[int, ...]) -> float:
-        """Append `counts[r]` new tokens to the texts, and compare their logits."""
-        gaps = []
+    def _note(self, logits: torch.Tensor, new: list[list[int]], counts: tuple[int, ...]) -> Self:
+        """Append `counts[r]` new tokens to the texts."""
         for place, count in enumerate(counts):
+            self.scored[place].append((len(self.texts[place]), logits[place, :count].float()))
             self.texts[place] = [*self.texts[place], *new[place][:count]]
-            want = self.scorer.alone(self.texts[place], self.sources[place])[0, -count:].float()
-            gaps.append(float((logits[place, :count].float() - want).abs().max() / want.std()))
         assert self.scorer.lengths == [len(text) for text in self.texts]
-        return max(gaps)
+        return self
+
+    @torch.inference_mode()
+    def gap(self, *rows: int) -> float:
+        """The largest difference so far, those of these rows or of all among them, in standard deviations."""
+        for row in rows or range(len(self.texts)):
+            if not self.scored[row]:
+                continue
+            fresh = self.scorer.alone(self.texts[row], self.sources[row])[0].float()
+            for start, logits in self.scored[row]:
+                want = fresh[start : start + len(logits)]
+                self.largest = max(self.largest, float((logits - want).abs().max() / want.std()))
+            self.scored[row].clear()
+        return self.largest
 
 
 @torch.inference_mode()
@@ -130,31 +152,16 @@ def rounding(model: PreTrainedModel) -> float:
 
 def families(model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> float:
     """Rows that fork, fork again and lose their origins -> largest difference."""
-    rows = Reference(model, execution)
-    rows.add(2 * WINDOW + 3, 4)
-    gaps = [rows.step(2, 1)]
-    rows.fork(0, 1, 0)
-    gaps.append(rows.step(1, 4, 2, 3, 1))  # each goes on by itself
-    rows.fork(4)
-    rows.free(0)
-    gaps.append(rows.step(3, 1, 2, 1, 2))
-    rows.add(3)
-    rows.fork(5, 0)
-    rows.free(1, 3)
-    gaps.append(rows.step(1, 2, 3, 4, 2, 1))
-    return max(gaps)
+    rows = Reference(model, execution).add(2 * WINDOW + 3, 4).step(2, 1)
+    rows.fork(0, 1, 0).step(1, 4, 2, 3, 1)  # each goes on by itself
+    rows.fork(4).free(0).step(3, 1, 2, 1, 2)
+    return rows.add(3).fork(5, 0).free(1, 3).step(1, 2, 3, 4, 2, 1).gap()
 
 
 def contract(model: PreTrainedModel | StateScorer, execution: Execution | None = None) -> float:
     """The whole contract -> largest difference. The first rows are longer than the window, the second is not."""
-    rows = Reference(model, execution)
-    rows.add(2 * WINDOW + 3, 3, WINDOW)
-    gaps = [rows.step(1, 4, 2), rows.step(4, 1, 4)]
-    rows.free(1)
-    gaps.append(rows.step(2, 3))
+    rows = Reference(model, execution).add(2 * WINDOW + 3, 3, WINDOW)
+    rows.step(1, 4, 2).step(4, 1, 4).free(1).step(2, 3)
     rows.add(3 * WINDOW, 1)  # late, and longer than the others
-    gaps += [rows.step(1, 2, 3, 4), rows.step(4, 3, 2, 1)]
-    gaps += [rows.verify(1, 2, 3, 4), rows.step(2, 1, 3, 1), rows.verify(4, 3, 2, 1)]
-    rows.free(0, 2)
-    gaps += [rows.step(2, 2), rows.verify(2, 5), rows.step(1, 2)]
-    return max(gaps)
+    rows.step(1, 2, 3, 4).step(4, 3, 2, 1).verify(1, 2, 3, 4).step(2, 1, 3, 1).verify(4, 3, 2, 1)
+    return rows.free(0, 2).step(2, 2).verify(2, 5).step(1, 2).gap()

@@ -99,11 +99,10 @@ def test_control_a_forgotten_window_is_caught(family: str, monkeypatch: pytest.M
 
 
 def test_control_a_rollback_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Reference(tiny(FAMILIES["llama"]))
-    rows.add(5, 9)
+    rows = Reference(tiny(FAMILIES["llama"])).add(5, 9)
     monkeypatch.setattr(rows.scorer, "rollback", lambda lengths: None)
     with pytest.raises(AssertionError):
-        assert rows.step(2, 2) < TOLERANCE
+        assert rows.step(2, 2).gap() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -123,15 +122,13 @@ def test_rows_may_be_padded_beyond_the_context(family: str) -> None:
     rows = Reference(model)
     assert rows.scorer.context == 40
     rows.add(36, 3)
-    assert max(rows.step(3, 4), rows.step(1, 3)) < TOLERANCE
+    assert rows.step(3, 4).step(1, 3).gap() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_long_prompts_are_prefilled_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "PREFILL_TOKENS", 5)
-    rows = Reference(tiny(EVERY[family]))
-    rows.add(17, 4, 10, 1)
-    assert rows.step(2, 3, 1, 2) < TOLERANCE
+    assert Reference(tiny(EVERY[family])).add(17, 4, 10, 1).step(2, 3, 1, 2).gap() < TOLERANCE
 
 
 def test_recorded_states_are_those_of_whole_passes() -> None:
@@ -154,8 +151,7 @@ def test_recorded_states_are_those_of_whole_passes() -> None:
 
 def test_rows_without_text_take_no_part_in_a_prefill() -> None:
     model = tiny(FAMILIES["llama"])
-    rows = Reference(model)
-    rows.add(9, 4, 6, 3, 5)
+    rows = Reference(model).add(9, 4, 6, 3, 5)
     passes: list[tuple[int, ...]] = []
     hook = model.register_forward_pre_hook(
         lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
@@ -166,7 +162,7 @@ def test_rows_without_text_take_no_part_in_a_prefill() -> None:
     assert passes == [(2, 3), (1, 1)]
     rows.texts = [[*old, *new] for old, new in zip(rows.texts, more, strict=True)]
     assert rows.scorer.lengths == [len(each) for each in rows.texts]
-    assert rows.step(2, 3, 1, 2, 1) < TOLERANCE
+    assert rows.step(2, 3, 1, 2, 1).gap() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "llama4"])
@@ -182,9 +178,7 @@ def test_control_forks_that_share_their_storage_are_caught(monkeypatch: pytest.M
 
 def test_a_tree_behind_a_fork() -> None:
     """Both rows score the same tree; each keeps a path of its own."""
-    rows, tree = Reference(tiny(FAMILIES["llama"])), Tree.of((-1, -1, 0, 1), 4)
-    rows.add(9)
-    rows.fork(0)
+    rows, tree = Reference(tiny(FAMILIES["llama"])).add(9).fork(0), Tree.of((-1, -1, 0, 1), 4)
     nodes = text(77, 4)
     logits = rows.scorer.extend(torch.tensor([nodes, nodes]), [4, 4], tree=tree)
     assert torch.equal(logits[0], logits[1])
@@ -192,7 +186,7 @@ def test_a_tree_behind_a_fork() -> None:
     rows.scorer.keep([9, 9], paths)
     rows.scorer.rollback([11, 11])
     rows.texts = [[*old, *(nodes[node] for node in path)] for old, path in zip(rows.texts, paths, strict=True)]
-    assert rows.step(2, 1) < TOLERANCE
+    assert rows.step(2, 1).gap() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -201,29 +195,23 @@ def test_prompts_are_read_behind_rows_that_run(family: str, shape: Shape | None)
     """Rows behind the running ones take no part in their passes, also while they are read piece by piece."""
     rows = Reference(tiny(EVERY[family]))
     rows.scorer.fix_shape(shape)
-    rows.add(2 * WINDOW + 3, 3, 1)
-    gaps = [rows.step(1, 3)]
+    rows.add(2 * WINDOW + 3, 3, 1).step(1, 3)
     waiting = rows.scorer.lengths[2]
-    rows.read(WINDOW, first=2)
-    gaps.append(rows.step(4, 2))
+    rows.read(WINDOW, first=2).step(4, 2)
     assert rows.scorer.lengths[2] == waiting + WINDOW
-    rows.read(2, first=2)
-    gaps += [rows.step(2), rows.step(3, 1, 2)]  # one row alone, then all
-    rows.free(0)
-    gaps.append(rows.step(2))
-    assert max(gaps) < TOLERANCE
+    rows.read(2, first=2).step(2).step(3, 1, 2)  # one row alone, then all
+    assert rows.free(0).step(2).gap() < TOLERANCE
 
 
 def test_rows_in_the_middle_are_served_alone() -> None:
-    rows = Reference(tiny(FAMILIES["llama"]))
-    rows.add(8, 3, 5)
+    rows = Reference(tiny(FAMILIES["llama"])).add(8, 3, 5)
     tokens = text(5, 2)
     logits = rows.scorer.extend(torch.tensor([tokens]), [2], first=1)
     want = rows.scorer.alone([*rows.texts[1], *tokens])[0, -2:]
     torch.testing.assert_close(logits[0], want, atol=1e-4, rtol=1e-3)
     assert rows.scorer.lengths == [8, 5, 5]
     rows.scorer.rollback([8, 3])
-    assert rows.step(1, 2, 3) < TOLERANCE
+    assert rows.step(1, 2, 3).gap() < TOLERANCE
 
 
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 24}
@@ -250,7 +238,7 @@ def test_longrope_ends_where_it_would_turn_the_cached_keys() -> None:
     rows = Reference(model)
     assert rows.scorer.context == 24
     rows.add(20, 3)
-    assert max(rows.step(3, 4), rows.step(1, 3)) < TOLERANCE  # padding does not switch it either
+    assert rows.step(3, 4).step(1, 3).gap() < TOLERANCE  # padding does not switch it either
     with pytest.raises(ValueError, match="holds 24; shorten it to at most 23"):
         plain(Decoder(CausalScorer(model, "phi")), [request(text(1, 24), 5, GREEDY)])
 

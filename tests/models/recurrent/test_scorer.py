@@ -161,9 +161,10 @@ def test_two_passes_lead_to_the_same_states(family: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "lfm2"])
 def test_the_state_behind_any_token_of_a_pass_is_that_of_reading_so_many(family: str) -> None:
-    rows = Reference(fresh(scorer(family)))
-    rows.add(11)
-    assert max(max(rows.verify(kept), rows.step(2), rows.step(1)) for kept in range(1, 6)) < LOOSE
+    rows = Reference(fresh(scorer(family))).add(11)
+    for kept in range(1, 6):
+        rows.verify(kept).step(2).step(1)
+    assert rows.gap() < LOOSE
 
 
 def test_a_recurrence_of_no_known_kind_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,23 +193,17 @@ def test_without_our_kernel_recurrences_are_transformers_own(family: str, monkey
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bloom"])
 def test_prompts_are_read_behind_rows_that_run(family: str) -> None:
-    rows = Reference(fresh(scorer(family)))
-    rows.add(17, 3, 1)
-    gaps = [rows.step(1, 3)]
-    rows.read(7, first=2)
-    gaps.append(rows.step(4, 2))
-    rows.free(0)
-    assert max(*gaps, rows.step(2, 1)) < LOOSE
+    rows = Reference(fresh(scorer(family))).add(17, 3, 1).step(1, 3).read(7, first=2).step(4, 2)
+    assert rows.free(0).step(2, 1).gap() < LOOSE
 
 
 def test_a_row_can_go_back_to_any_length() -> None:
-    rows = Reference(fresh(scorer("qwen3_5")))
-    rows.add(20, 5)
-    rows.step(3, 2)
+    rows = Reference(fresh(scorer("qwen3_5"))).add(20, 5).step(3, 2)
+    rows.gap()
     for lengths in ([22, 6], [9, 6], [9, 0]):
         rows.scorer.rollback(lengths)
         rows.texts = [text[:length] for text, length in zip(rows.texts, lengths, strict=True)]
-        assert rows.step(1, 2) < LOOSE
+        assert rows.step(1, 2).gap() < LOOSE
     assert rows.scorer.lengths == [12, 2] or max(rows.scorer.lengths) < 20
 
 
