@@ -7,14 +7,13 @@ from time import sleep
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.check import families
-from slipstream.check.families import Architecture, attempt, attempts, counted, table
+from slipstream.check.families import FamilyTrial, attempt, attempts, counted, table
 from terminal import run
 from toys import rare
 
-LLAMA = Architecture(LlamaConfig, LlamaForCausalLM, False)
+LLAMA = FamilyTrial("llama", "LlamaForCausalLM")
 
 WAYS = {
     "OlmoForCausalLM": "length",
@@ -37,7 +36,7 @@ WAYS = {
 }
 
 
-def one(name: str) -> Architecture:
+def one(name: str) -> FamilyTrial:
     (found,) = families.architectures([name])
     return found
 
@@ -92,7 +91,7 @@ def test_control_texts_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_that_dies_or_never_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(architecture: Architecture) -> Any:
+    def die(architecture: FamilyTrial) -> Any:
         raise SystemExit(1)
 
     monkeypatch.setattr(families, "attempt", die)

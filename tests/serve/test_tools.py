@@ -14,7 +14,7 @@ from slipstream.decoding.grammar import Grammars
 from slipstream.engine.generation import Completion, Piece
 from slipstream.models.loading.pairings import EMBEDDED
 from slipstream.serve.families import form_of
-from slipstream.serve.readers import ByFamily, Reader, as_message, joined, many_calls, one_call, verbatim
+from slipstream.serve.readers import ByFamily, Reader, as_message, many_calls, one_call, read_all, verbatim
 from slipstream.serve.response_format import AnswerForm
 from slipstream.serve.tools import CallGrammar
 from slipstream.text.detokenize import Detokenizer
@@ -245,7 +245,7 @@ def test_any_text_is_read(family: tuple[str, AnswerForm], count: int) -> None:
     for number in range(count):
         text = at_random(marks, chance) if number % 2 else mutated(well_formed, marks, chance)
         whole = plain(as_message(streamed(made, [text])))
-        assert plain(as_message(joined(streamed(made, in_parts(text, chance))))) == whole, text
+        assert plain(as_message(read_all(lambda delta: [delta], streamed(made, in_parts(text, chance))))) == whole, text
         content, reasoning, calls = whole
         json.loads(json.dumps([json.loads(arguments) for _, arguments in calls]))
         seen.add((bool(content), bool(reasoning), bool(calls)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.core.source import SourceFrame
 from slipstream.core.stats import Stats
+from slipstream.core.values import check_least
 from slipstream.decoding.rules import rule
 from slipstream.measure.timing import Spread
 from slipstream.text.jsontext import json_text
@@ -57,11 +58,7 @@ class BenchSettings:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        least = {"gammas": 1, "batches": 1, "temperatures": 0, "max_new_tokens": 1, "repetitions": 1}
-        for name, allowed in least.items():
-            value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,), default=-1) < allowed:
-                raise ValueError(f"{name}={value} cannot be measured: use {allowed} or more.")
+        check_least(self, gammas=1, batches=1, temperatures=0, max_new_tokens=1, repetitions=1)
         for name in self.rules:
             rule(name)
 

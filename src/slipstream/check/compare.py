@@ -131,8 +131,7 @@ def compare(
 def _choice(law: Law, row: Row, emission: Emission, rng: Rng | None) -> int | None:
     """Return the token that plain decoding chooses; None if it is sampled and no rng is given."""
     if law.point:
-        assert law.tokens is not None
-        return int(law.tokens)
+        return int(law.ids)
     return None if rng is None else int(rng(law, _key(row, emission)))
 
 

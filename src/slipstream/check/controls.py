@@ -102,5 +102,4 @@ def _dense(law: Law, like: Law) -> Law:
     """Return a point mass in dense form if p is dense, so that both fit in one law."""
     if law.probs is not None or like.probs is None:
         return law.bare()
-    assert law.tokens is not None
-    return Law(probs=torch.nn.functional.one_hot(law.tokens, like.probs.shape[-1]).to(like.probs.dtype))
+    return Law(probs=torch.nn.functional.one_hot(law.ids, like.probs.shape[-1]).to(like.probs.dtype))

@@ -197,8 +197,7 @@ class Replay:
 
     def __call__(self, law: Law, purpose: Purpose, start: int | Sequence[int] = 0, node: int | None = None) -> Tensor:
         if law.point:
-            assert law.tokens is not None
-            return law.tokens
+            return law.ids
         picks = list[int]()
         for _ in range(law.positions):  # the next choice among all outcomes: a given one, or the first
             if (size := law.dense.shape[-1]) > CHOICES:

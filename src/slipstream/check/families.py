@@ -46,45 +46,35 @@ KINDS = {(False, False): "causal", (True, False): "encoder-decoder", (False, Tru
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """A model class that generates text, with its configuration class.
+class FamilyTrial:
+    """An architecture, a class that generates text and the type of its configuration, and what came of trying it.
 
     `encoder`: it is listed as an encoder-decoder, which reads a text or sound first. `vision`: it is listed among
-    models that read images too; it is tried on texts.
+    models that read images too; it is tried on texts. The verdict is one of `VERDICTS`; `way` is how its cache is
+    rolled back, and `why` the reason if it does not work, in one sentence.
     """
-
-    config: Any
-    kind: Any
-    encoder: bool
-    vision: bool = False
-
-    @property
-    def family(self) -> str:
-        return self.config.model_type
-
-    @property
-    def name(self) -> str:
-        return self.kind.__name__
-
-
-@dataclass(frozen=True)
-class FamilyTrial:
-    """The result for an architecture. The verdict is one of `VERDICTS`; `way` is how its cache is rolled back, and
-    `why` the reason if it does not work, in one sentence."""
 
     family: str
     name: str
-    encoder: bool
-    verdict: str
+    encoder: bool = False
+    vision: bool = False
+    verdict: str = "not tried"
     way: str = ""
     why: str = ""
     seconds: float = 0.0
-    vision: bool = False
+
+    @property
+    def config(self) -> Any:
+        return CONFIG_MAPPING[self.family]
+
+    @property
+    def kind(self) -> Any:
+        return getattr(transformers, self.name)
 
 
-def architectures(names: Sequence[str] = ()) -> list[Architecture]:
+def architectures(names: Sequence[str] = ()) -> list[FamilyTrial]:
     """List the architectures of the installed transformers, or those of the families or classes named."""
-    listed = []
+    listed = list[FamilyTrial]()
     for encoder, vision, task in (
         (False, False, "CAUSAL_LM"),
         (True, False, "SEQ_TO_SEQ_CAUSAL_LM"),
@@ -92,22 +82,18 @@ def architectures(names: Sequence[str] = ()) -> list[Architecture]:
     ):
         for family, kinds in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
             some = kinds if isinstance(kinds, tuple | list) else (kinds,)
-            listed += [(family, kind, encoder, vision) for kind in some if family in CONFIG_MAPPING]
-    known = {name.lower() for each in listed for name in each[:2]}
+            listed += [FamilyTrial(family, kind, encoder, vision) for kind in some if family in CONFIG_MAPPING]
+    known = {name.lower() for each in listed for name in (each.family, each.name)}
     if unknown := [name for name in names if name.lower() not in known]:
         raise ValueError(
             f"{', '.join(unknown)}: transformers has no such model for texts; name a type, such as qwen3_next, or a "
             "class, such as LlamaForCausalLM."
         )
     wanted = {name.lower() for name in names}
-    return [  # importing the code of all takes seconds
-        Architecture(CONFIG_MAPPING[family], getattr(transformers, kind), *where)
-        for family, kind, *where in listed
-        if not wanted or {family.lower(), kind.lower()} & wanted
-    ]
+    return [each for each in listed if not wanted or {each.family.lower(), each.name.lower()} & wanted]
 
 
-def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterator[FamilyTrial]:
+def attempts(chosen: Sequence[FamilyTrial], seconds: float = SECONDS) -> Iterator[FamilyTrial]:
     """Try each architecture in a process of its own, for at most `seconds`, and yield the outcomes."""
     ways = multiprocessing.get_all_start_methods()
     processes = multiprocessing.get_context("fork" if "fork" in ways else None)
@@ -117,16 +103,17 @@ def attempts(chosen: Sequence[Architecture], seconds: float = SECONDS) -> Iterat
         process = processes.Process(target=_send, args=(each, its))
         process.start()
         its.close()
+        outcome = replace(each, verdict="fails", why=f"it did not end within {seconds:g} seconds")
         try:
-            outcome = ours.recv() if ours.poll(seconds) else _failed(each, f"it did not end within {seconds:g} seconds")
+            outcome = ours.recv() if ours.poll(seconds) else outcome
         except EOFError:
-            outcome = _failed(each, "its process died")
+            outcome = replace(outcome, why="its process died")
         process.kill()
         process.join()
         yield replace(outcome, seconds=round(perf_counter() - started, 1))
 
 
-def _send(architecture: Architecture, answers: Connection) -> None:
+def _send(architecture: FamilyTrial, answers: Connection) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print to stdout
     with warnings.catch_warnings():
@@ -134,14 +121,13 @@ def _send(architecture: Architecture, answers: Connection) -> None:
         answers.send(attempt(architecture))
 
 
-def attempt(architecture: Architecture) -> FamilyTrial:
-    blank = _failed(architecture, "")
+def attempt(architecture: FamilyTrial) -> FamilyTrial:
     try:
         model = tiny_model(architecture.kind, tiny_config(architecture.config))
         requests = _requests(bool(model.config.is_encoder_decoder))
         wanted = [_generated(model, each) for each in requests]
     except Exception as error:  # any error: some families need more than small sizes
-        return replace(blank, verdict="not tried", why=f"a tiny one does not run by itself: {first_sentence(error)}")
+        return replace(architecture, why=f"a tiny one does not run by itself: {first_sentence(error)}")
     try:
         named = type(model.config) is architecture.config  # else transformers' automatic classes cannot load it
         target = _by_name(model) if named else load_scorer(model)
@@ -149,12 +135,12 @@ def attempt(architecture: Architecture) -> FamilyTrial:
         rows = generate(decoder, requests)
         same = [row.output for row in rows] == wanted == [row.output for row in plain(decoder, requests)]
     except ValueError as error:
-        return replace(blank, verdict="refused", why=first_sentence(error))
+        return replace(architecture, verdict="refused", why=first_sentence(error))
     except Exception as error:
-        return replace(blank, why=f"{type(error).__name__}: {first_sentence(error)}")
+        return replace(architecture, verdict="fails", why=f"{type(error).__name__}: {first_sentence(error)}")
     some = 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.drafted for row in rows)
     why = "" if same and some else "its texts are others" if some else "all drafts were accepted, or none"
-    return replace(blank, verdict="differs" if why else "works", way=str(target.way), why=why)
+    return replace(architecture, verdict="differs" if why else "works", way=str(target.way), why=why)
 
 
 def _by_name(model: Any) -> Any:
@@ -165,11 +151,6 @@ def _by_name(model: Any) -> Any:
             return load_scorer(place, "float32")
         except ValueError as error:
             raise ValueError(str(error).replace(f"{folder}/", "")) from error
-
-
-def _failed(architecture: Architecture, why: str) -> FamilyTrial:
-    encoder, vision = architecture.encoder, architecture.vision
-    return FamilyTrial(architecture.family, architecture.name, encoder, "fails", why=why, vision=vision)
 
 
 def _text(name: int, count: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from slipstream.check.report import CheckHalf, Control, Difference, Finding
 from slipstream.check.samples import FALSE_ALARM, POWER, Samples, take
 from slipstream.core.request import Request, Sampler
 from slipstream.core.source import SourceFrame
+from slipstream.core.values import check_least
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.rules import Rule
 from slipstream.decoding.sampling import Sampling
@@ -40,11 +41,7 @@ class CheckSettings:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": 1, "samples": 1, "gamma": 1, "gap": 0}
-        for name, allowed in least.items():
-            value = getattr(self, name)
-            if value is not None and value < allowed:
-                raise ValueError(f"{name}={value} cannot be checked: use {allowed} or more.")
+        check_least(self, max_new_tokens=1, samples=1, gamma=1, gap=0)
         if self.samples > MOST_SAMPLES:
             raise ValueError(f"samples={self.samples} cannot be checked: use {MOST_SAMPLES} or fewer.")
 

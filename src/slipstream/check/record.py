@@ -243,11 +243,9 @@ def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...],
                 _compare_next(observed, part.verdict, recorder.draws(within, Purpose.NEXT))
         observed.q = _worst(observed.q or 0.0, _put_together(draft, scope, recorder))
     elif draft.law.point:
-        assert draft.law.tokens is not None
-        observed.q = _worst(observed.q or 0.0, draft.law.tokens != draft.tokens)
+        observed.q = _worst(observed.q or 0.0, draft.law.ids != draft.tokens)
     else:
         drawn = recorder.draws(scope, Purpose.DRAFT)
-        assert draft.law is not None
         numbers = [each.chances for each in drawn if each.chances is not None]
         for chances in numbers[:1]:  # later ones are for a further round, which a server may prepare
             observed.q = _worst(observed.q or 0.0, _inverted(draft, chances))
@@ -261,14 +259,13 @@ def _compare_draft(observed: Observations, draft: Draft, scope: tuple[str, ...],
 
 def _inverted(draft: Draft, chances: list[list[float]]) -> Tensor:
     """Return how far numbers are outside the intervals in [0, 1) of the drafted tokens by their law, (rows, gamma)."""
-    assert draft.law is not None
-    weights = draft.law.dense.double()
-    wanted = torch.tensor(chances, dtype=torch.float64, device=weights.device)[:, : draft.law.positions]
+    weights = draft.q.dense.double()
+    wanted = torch.tensor(chances, dtype=torch.float64, device=weights.device)[:, : draft.q.positions]
     aim = wanted * weights.sum(-1)
     upper = weights.cumsum(-1).gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
     lower = upper - weights.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1)
     outside = torch.maximum(lower - aim, aim - upper).clamp(min=0)
-    drafted = torch.arange(draft.law.positions) < torch.tensor(draft.lengths)[:, None]
+    drafted = torch.arange(draft.q.positions) < torch.tensor(draft.lengths)[:, None]
     return outside.where(drafted.to(outside.device), 0.0)
 
 
@@ -283,9 +280,8 @@ def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> 
             if row in part.rows:
                 place, drafted = torch.tensor([row]), part.draft.tokens[row]
                 if part.verdict is None:
-                    assert part.draft.law is not None
                     count = part.draft.lengths[row]
-                    laws.append(part.draft.law.select(place).first(count))
+                    laws.append(part.draft.q.select(place).first(count))
                     tokens += drafted[:count].tolist()
                 else:
                     following = recorder.draws((*scope, *([part.scope] if part.scope else [])), Purpose.NEXT)[-1]
@@ -293,8 +289,7 @@ def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> 
                     accepted = int(part.verdict.accepted[row])
                     laws.append(part.p.select(place).first(accepted + 1))
                     tokens += [*drafted[:accepted].tolist(), int(following.tokens[row, 0])]
-        assert draft.law is not None
-        reported = draft.law.select(torch.tensor([row], device=draft.law.device)).first(length)
+        reported = draft.q.of_row(row).first(length)
         gap = distance(Law.join(laws, 1).first(length), reported).max()
         gaps.append(gap if tokens[:length] == draft.tokens[row, :length].tolist() else torch.ones_like(gap))
     return torch.stack(gaps)
@@ -302,8 +297,7 @@ def _put_together(draft: Draft, scope: tuple[str, ...], recorder: _Recorder) -> 
 
 def _drawn_from(draft: Draft, node: int, law: Law, tokens: Tensor) -> Tensor:
     """Return the distance of a draw's law from the one reported for a node (rows,); 1 if another token was drawn."""
-    assert draft.law is not None
-    want, parents = draft.law.dense[:, node].clone(), draft.parents
+    want, parents = draft.q.dense[:, node].clone(), draft.parents
     if parents is not None and not draft.replacement:
         elder = [older for older in range(node) if parents[older] == parents[node]]
         want.scatter_(1, draft.tokens[:, elder].clamp(min=0), 0)

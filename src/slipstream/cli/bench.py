@@ -131,6 +131,8 @@ LEGEND = (
 
 
 def _show(report: BenchReport, screen: Console) -> None:
+    from slipstream.engine.explain import number
+
     name = row_names(report.rows)
     most = report.settings.max_new_tokens
     for batch, temperature in dict.fromkeys((row.batch, row.temperature) for row in report.rows):
@@ -142,16 +144,16 @@ def _show(report: BenchReport, screen: Console) -> None:
         speeds, rounds = figures_table("", *SPEED), figures_table("", *ROUND)
         for row in rows:
             speed = row.tokens_per_second
-            ratios = [_number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
+            ratios = [number(x["median"] if x else None) for x in (row.ratio_to_plain, row.ratio_to_transformers)]
             same = ["-" if same is None else str(same) for same in (row.matches_plain, row.matches_transformers)]
-            middle, low, high = (_number(speed[each], int(speed["max"] < 100)) for each in ("median", "min", "max"))
+            middle, low, high = (number(speed[each], int(speed["max"] < 100)) for each in ("median", "min", "max"))
             speeds.add_row(name(row), middle, f"{low}-{high}", *ratios, ", ".join(same))
             if row.milliseconds_per_call:
-                figures = [_number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
-                parts, overhead = _number(row.milliseconds_per_call.get("median"), 1), "-"
+                figures = [number(x) for x in (row.alpha, row.draft_acceptance_rate, row.mean_acceptance_length)]
+                parts, overhead = number(row.milliseconds_per_call.get("median"), 1), "-"
                 if row.milliseconds is not None:
                     phases = ("draft", "target", "accept", "rest")
-                    parts = " + ".join(_number(row.milliseconds[phase], 1) for phase in phases)
+                    parts = " + ".join(number(row.milliseconds[phase], 1) for phase in phases)
                     overhead = f"{row.overhead:.0%}"
                 rounds.add_row(name(row), *figures, parts, overhead)
         screen.print(speeds)
@@ -180,7 +182,3 @@ def row_names(rows: Sequence[Result]) -> Callable[[Result], str]:
         return " ".join([row.contender, *(str(row.gamma) for _ in [0] if row.gamma), *(x for x in facts if x)])
 
     return name
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

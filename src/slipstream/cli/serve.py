@@ -197,7 +197,7 @@ def serve_draft(context: typer.Context) -> None:
     """
     from slipstream.drafters.remote.frames import read_key
     from slipstream.serve.drafts.server import DraftServer, DraftSettings, build, tls_context
-    from slipstream.serve.sockets import listen
+    from slipstream.serve.sockets import listen, url_of
 
     params = context.params
     draft, host, cert, tls_key = (params[name] for name in ("draft", "host", "tls_cert", "tls_key"))
@@ -214,8 +214,7 @@ def serve_draft(context: typer.Context) -> None:
         server = DraftServer(drafter, DraftSettings(draft, vocabulary, key, params["max_rows"]), listener, tls)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
-        name, port = listener.getsockname()[:2]
-        url = f"{'tls' if tls else 'tcp'}://{f'[{name}]' if ':' in name else name}:{port}"
+        url = url_of(listener, "tls" if tls else "tcp")
         if params["as_json"]:
             print(json_text({"draft": draft, "url": url}), flush=True)
         else:

@@ -35,15 +35,11 @@ class Beams:
         whole_number("num_return_sequences", self.num_return_sequences, 1)
         CALL["length_penalty"].check(self.length_penalty)
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
-            raise OptionError(
-                "early_stopping",
-                f'early_stopping={self.early_stopping!r} is not possible: it is True, False or "never".',
-            )
+            raise OptionError(f'early_stopping={self.early_stopping!r} is not possible: it is True, False or "never".')
         if self.num_return_sequences > self.num_beams:
             raise OptionError(
-                "num_return_sequences",
                 f"num_return_sequences={self.num_return_sequences} is above num_beams={self.num_beams}: of so many "
-                "beams, at most so many texts can be returned.",
+                "beams, at most so many texts can be returned."
             )
 
     def candidates(self, ends: int) -> int:

@@ -104,6 +104,12 @@ class Draft:
     counts: Tensor | None = None
 
     @property
+    def q(self) -> Law:
+        """The law of a draft that proposes something."""
+        assert self.law is not None
+        return self.law
+
+    @property
     def ragged(self) -> bool:
         return self.counts is not None or min(self.lengths) < self.tokens.shape[1]
 

@@ -133,8 +133,7 @@ class Inversion(SameForAllRows):
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         if law.point:
-            assert law.tokens is not None
-            return law.tokens
+            return law.ids
         chances = torch.tensor(self.chances(key, law.positions), dtype=torch.float64, device=law.device)
         return inverse(law.dense, chances)
 
@@ -170,8 +169,7 @@ class GumbelChoice(SameForAllRows):
 
     def __call__(self, law: Law, key: Key) -> Tensor:
         if law.point:
-            assert law.tokens is not None
-            return law.tokens
+            return law.ids
         rows = [
             [_exponentials(seed, request, start + j, law.dense.shape[-1]) for j in range(law.positions)]
             for seed, request, start in zip(key.seeds, key.requests, key.positions, strict=True)

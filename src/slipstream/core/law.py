@@ -81,11 +81,15 @@ class Law:
         return self.probs
 
     @property
+    def ids(self) -> Tensor:
+        """The tokens (rows, positions) of a point mass."""
+        assert self.tokens is not None
+        return self.tokens
+
+    @property
     def _data(self) -> Tensor:
         """A tensor that begins with the dimensions (rows, positions): the weights if there are any, else the tokens."""
-        data = self.tokens if self.probs is None else self.probs
-        assert data is not None
-        return data
+        return self.ids if self.probs is None else self.probs
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Law:
         probs, tokens, scores = (None if x is None else change(x) for x in (self.probs, self.tokens, self.scores))
@@ -202,8 +206,7 @@ def distance(left: Law, right: Law) -> Tensor:
     if left.probs is not None and right.probs is not None:
         return total_variation(left.probs, right.probs)
     point, other = (left, right) if left.point else (right, left)
-    assert point.tokens is not None
-    return 1 - other.of(point.tokens)
+    return 1 - other.of(point.ids)
 
 
 def pad_vocabulary(logits: Tensor, vocab: int) -> Tensor:

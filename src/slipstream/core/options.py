@@ -88,7 +88,7 @@ class Option:
             whole = "" if self.kind is float or is_whole(value) else "a whole number, "
             fits = is_finite(value) and value in self.possible and not (self.name == "temperature" and 0 < value < TINY)
             if whole or not fits:
-                raise OptionError(self.name, f"{self.name}={value!r} is not possible: it must be {whole}{self.words}.")
+                raise OptionError(f"{self.name}={value!r} is not possible: it must be {whole}{self.words}.")
 
 
 def option(default: Any, help: str, words: str = "", bounds: str = "(-inf, inf)", served: str = "", **rest: Any) -> Any:

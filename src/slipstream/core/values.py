@@ -1,19 +1,20 @@
 """Checks of numbers and switches that users give: the value, or an error that says what is allowed."""
 
 import math
+import re
 from numbers import Integral, Real
 from typing import Any
 
 
 class OptionError(ValueError):
-    """A value that one option of a call cannot have; `option` is its name."""
+    """A value that one option of a call cannot have; `option` is its name, by default the message's first word."""
 
-    def __init__(self, option: str, message: str) -> None:
+    def __init__(self, message: str, option: str = "") -> None:
         super().__init__(message)
-        self.option = option
+        self.option = option or re.split(r"\W", message, maxsplit=1)[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.option, str(self))
+        return type(self), (str(self), self.option)
 
 
 class PromptTooLong(ValueError):
@@ -44,24 +45,27 @@ def is_finite(value: Any) -> bool:
 def true_or_false(name: str, value: Any) -> bool:
     """Return the value as a bool. Raises ValueError if it is neither True nor False, of Python or numpy."""
     if type(value).__name__ not in {"bool", "bool_"}:  # numpy's type is recognised by its name, without importing numpy
-        raise OptionError(name, f"{name}={value!r} is not possible: it is True or False.")
+        raise OptionError(f"{name}={value!r} is not possible: it is True or False.")
     return bool(value)
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return the value as an int. Raises ValueError if it is not a whole number, or below `least`."""
     if not is_whole(value):
-        raise OptionError(name, f"{name}={value!r} is not possible: it must be a whole number, at least {least}.")
+        raise OptionError(f"{name}={value!r} is not possible: it must be a whole number, at least {least}.")
     if value < least:
-        raise OptionError(name, f"{name}={value} is not possible: it must be at least {least}.")
+        raise OptionError(f"{name}={value} is not possible: it must be at least {least}.")
     return int(value)
 
 
 def check_least(settings: object, **least: float) -> None:
-    """Raises ValueError if a field of some settings is below its least value, infinite or NaN."""
+    """Raises ValueError if a field of some settings, or one of several values in it, is below its least value, infinite
+    or NaN, or if it holds none. None, for what is not given, is not checked."""
     for name, bound in least.items():
-        if not bound <= getattr(settings, name) < math.inf:
-            raise ValueError(f"{name}={getattr(settings, name)} is not possible: it must be {bound} or more.")
+        value = getattr(settings, name)
+        several = value if isinstance(value, tuple) else (value,)
+        if not several or not all(one is None or bound <= one < math.inf for one in several):
+            raise ValueError(f"{name}={value} is not possible: it must be {bound} or more.")
 
 
 def switch(text: str) -> bool:

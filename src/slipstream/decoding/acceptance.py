@@ -57,10 +57,9 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
 def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     """Return b_0..b_gamma, the weights (rows, gamma, 2) of the coins for "prefix i passes" and "it does not", and beta.
     At positions after the end of a row's draft the coin always says "it does not"."""
-    assert draft.law is not None
     lengths = draft.counted(p.device)[:, None]
     b = survival(p, draft)
-    shared, excess = overlap(p.first(draft.law.positions), draft.law, b[:, :-1])
+    shared, excess = overlap(p.first(draft.q.positions), draft.q, b[:, :-1])
     place = torch.arange(1, b.shape[1], device=p.device)
     # R_1..R_gamma; the last has no q of its own, and where the draft ends the chance is b itself.
     keep = torch.where(place == lengths, b[:, 1:], torch.cat([excess[:, 1:], b[:, -1:]], 1))
@@ -72,10 +71,9 @@ def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 def survival(p: Law, draft: Draft) -> Tensor:
     """Return b_0..b_gamma of block verification, (rows, gamma + 1), computed in float64 and log space.
     Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i."""
-    assert draft.law is not None
-    ratio = p.first(draft.law.positions).of(draft.tokens).double().log()
-    if draft.law.tokens is None:  # else q(x) is 1
-        ratio -= draft.law.of(draft.tokens).double().log()
+    ratio = p.first(draft.q.positions).of(draft.tokens).double().log()
+    if draft.q.tokens is None:  # else q(x) is 1
+        ratio -= draft.q.of(draft.tokens).double().log()
     sums = torch.nn.functional.pad(ratio.cumsum(-1), (1, 0))
     sums = sums.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # padding may hold 0/0
     return (sums - sums.cummax(-1).values).exp()
@@ -139,23 +137,22 @@ def lenient(leniency: float) -> Verifier:
 
 def _lenient_sampling(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return which tokens pass, which of these only by leniency, and the distance of each position's law from p."""
-    assert draft.law is not None
-    p_x, q_x = p.of(draft.tokens), draft.law.of(draft.tokens)
+    p_x, q_x = p.of(draft.tokens), draft.q.of(draft.tokens)
     strict, keep = torch.minimum(p_x, q_x), torch.minimum(p_x / leniency, q_x)
     side = draw(Law(probs=torch.stack([strict, keep - strict, q_x - keep], -1)), Purpose.ACCEPT)
-    return side < 2, side == 1, distance(lenient_law(p, draft.law, leniency), p)
+    return side < 2, side == 1, distance(lenient_law(p, draft.q, leniency), p)
 
 
 def _lenient_greedy(p: Law, draft: Draft, draw: Draw, leniency: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return which tokens pass, which of these only by leniency, and the chance of a token other than the best."""
-    assert draft.law is not None and p.scores is not None and p.tokens is not None
+    assert p.scores is not None and p.tokens is not None
     bar = p.scores.amax(-1) + math.log(leniency)
     passed = (draft.tokens == p.tokens) | (p.scores.gather(-1, draft.tokens.unsqueeze(-1)).squeeze(-1) >= bar)
     relaxed = passed & (draft.tokens != p.tokens)
-    if draft.law.tokens is not None:
+    if draft.q.tokens is not None:
         return passed, relaxed, relaxed.float()
     good = (p.scores >= bar.unsqueeze(-1)).scatter(-1, p.tokens.unsqueeze(-1), False)
-    return passed, relaxed, (draft.law.dense * good).sum(-1)  # mass that lands on tokens other than the best
+    return passed, relaxed, (draft.q.dense * good).sum(-1)  # mass that lands on tokens other than the best
 
 
 def lenient_law(p: Law, q: Law, leniency: float) -> Law:
@@ -222,13 +219,12 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
     """Return the law after the accepted tokens: the residual, with block's b as `weight`, or p where all stand."""
     if p.tokens is not None:
         return Law(tokens=p.tokens.gather(1, accepted[:, None]))
-    assert draft.law is not None
     refused = accepted < draft.counted(p.device)
-    if draft.law.tokens is None and laws_fit(p.dense, draft.law.dense):
+    if draft.q.tokens is None and laws_fit(p.dense, draft.q.dense):
         weights = torch.ones(p.rows, dtype=torch.float64) if weight is None else weight[:, 0]
-        return Law(probs=kernels.following(p.dense, draft.law.dense, accepted, refused, weights))
+        return Law(probs=kernels.following(p.dense, draft.q.dense, accepted, refused, weights))
     here = p.at(accepted)
-    q = draft.law.at(accepted.clamp(max=draft.law.positions - 1))
+    q = draft.q.at(accepted.clamp(max=draft.q.positions - 1))
     if q.tokens is not None:
         return Law(probs=without(here.dense, q.tokens, refused[:, None, None]))
     return Law(probs=torch.where(refused[:, None, None], residual(here, q, weight).dense, here.dense))

@@ -304,7 +304,7 @@ class Fixed(Controller):
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
-            raise OptionError("gamma", f"gamma={self.tokens} is not possible: it must be 0 (plain decoding) or more.")
+            raise OptionError(f"gamma={self.tokens} is not possible: it must be 0 (plain decoding) or more.")
 
     @property
     def most(self) -> int:
@@ -352,5 +352,5 @@ def controller(gamma: int | str | Controller, most: int | None = None) -> Contro
     if is_whole(gamma):
         return Fixed(int(cast("int", gamma)))
     if isinstance(gamma, int | str) or not callable(getattr(gamma, "gammas", None)):
-        raise OptionError("gamma", f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
+        raise OptionError(f'gamma={gamma!r} is not possible: give a number of tokens, "auto" or a controller.')
     return gamma

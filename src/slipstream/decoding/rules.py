@@ -54,7 +54,7 @@ def rule(name: str | Rule) -> Rule:
     if isinstance(name, Rule):
         return name
     if not isinstance(name, str):
-        raise OptionError("verify", f"verify={name!r} is not possible: give the name of a rule, or a Rule.")
+        raise OptionError(f"verify={name!r} is not possible: give the name of a rule, or a Rule.")
     plain = {known.name: known for known in (TOKEN, BLOCK, MATCH, COUPLED)}
     kind, _, value = name.partition(":")
     if name in plain:
@@ -65,11 +65,9 @@ def rule(name: str | Rule) -> Rule:
         if kind == "gbv" and value.isascii() and value.isdigit():
             return gbv(int(value))
     except ValueError as error:
-        raise OptionError("verify", f"verify={name!r}: {error}") from error
+        raise OptionError(f"verify={name!r}: {error}") from error
     raise OptionError(
-        "verify",
-        f"verify={name!r} is not known: use {', '.join(plain)}, gbv:K with K paths or lenient:L with L between 0 and "
-        "1.",
+        f"verify={name!r} is not known: use {', '.join(plain)}, gbv:K with K paths or lenient:L with L between 0 and 1."
     )
 
 

@@ -119,19 +119,13 @@ class Sampling(SamplingFields):
             option.check(getattr(self, name))
         _check_bias(self.logit_bias)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise OptionError(
-                "grammar", f"grammar={self.grammar!r} is not possible: give one that `engine.grammars` has made."
-            )
+            raise OptionError(f"grammar={self.grammar!r} is not possible: give one that `engine.grammars` has made.")
         for word in self.bad_words:
             if isinstance(word, str) or not word or not all(is_whole(token) and token >= 0 for token in word):
-                raise OptionError(
-                    "bad_words", f"bad_words holds {word!r}, but a word is a list of one or more token ids."
-                )
+                raise OptionError(f"bad_words holds {word!r}, but a word is a list of one or more token ids.")
         for processor in self.processors:
             if not callable(processor):
-                raise OptionError(
-                    "processors", f"processors holds {processor!r}, but a processor is called as (input_ids, scores)."
-                )
+                raise OptionError(f"processors holds {processor!r}, but a processor is called as (input_ids, scores).")
 
     @property
     def greedy(self) -> bool:
@@ -309,18 +303,13 @@ def temperatures_of(rows: Sequence[Row]) -> list[float] | None:
 
 def _check_bias(biases: Any) -> None:
     if not isinstance(biases, Mapping):
-        raise OptionError(
-            "logit_bias", f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers."
-        )
+        raise OptionError(f"logit_bias={biases!r} is not possible: it must be a dict of token ids and numbers.")
     for token, bias in biases.items():
         if not is_whole(token) or token < 0:
-            raise OptionError(
-                "logit_bias", f"logit_bias has the key {token!r}, but a token id is a whole number, 0 or more."
-            )
+            raise OptionError(f"logit_bias has the key {token!r}, but a token id is a whole number, 0 or more.")
         if not is_real(bias) or not bias < math.inf:
             raise OptionError(
-                "logit_bias",
-                f"logit_bias={{{token}: {bias!r}}} is not possible: a bias is a finite number, or -inf to forbid it.",
+                f"logit_bias={{{token}: {bias!r}}} is not possible: a bias is a finite number, or -inf to forbid it."
             )
 
 

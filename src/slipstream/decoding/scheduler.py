@@ -230,9 +230,7 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
     if not length:
         raise ValueError(f"prompt {index} is empty: it needs at least one token.")
     if request.max_new_tokens < (request.prompt_logprobs is None):
-        raise OptionError(
-            "max_new_tokens", f"max_new_tokens={request.max_new_tokens} is not possible: it must be at least 1."
-        )
+        raise OptionError(f"max_new_tokens={request.max_new_tokens} is not possible: it must be at least 1.")
     if target.context and length >= target.context:
         raise PromptTooLong(
             f"prompt {index} has {length} tokens, but {target.name} holds {target.context}; "

@@ -144,8 +144,7 @@ class TreeWalk:
 
     def _q(self, child: int, drawn: list[Tensor]) -> Tensor:
         """Return the law (rows, vocab) that a child was drawn from: q without its siblings that were `drawn` before."""
-        law = self._draft.law
-        assert law is not None
+        law = self._draft.q
         if law.tokens is not None:
             return torch.zeros_like(self.p(ROOT)).scatter_(-1, law.tokens[:, child : child + 1].clamp(min=0), 1)
         q = law.dense[:, child]
@@ -182,9 +181,8 @@ class TreeWalk:
         ]
         first += [0] * (len(self.parents) + 1 - len(first))
         children = torch.tensor(first, device=path.device)
-        assert self._draft.law is not None
         nodes = torch.nn.functional.pad(path, (1, 0), value=ROOT)[:, :-1] + 1
-        laws = [beta(self._p.at(nodes[:, d]), self._draft.law.at(children[nodes[:, d]])) for d in range(self.depth)]
+        laws = [beta(self._p.at(nodes[:, d]), self._draft.q.at(children[nodes[:, d]])) for d in range(self.depth)]
         return Verdict(accepted, law, torch.cat(laws, 1), path=path)
 
 
@@ -233,7 +231,7 @@ def greatest_path(p: Law, draft: Draft) -> tuple[Tensor, Law]:
     next tokens are in one order. Shapes: p (rows, 1 + nodes, vocab), the draft's law (rows, nodes, vocab); both results
     are (rows, depth).
     """
-    assert draft.law is not None and draft.paths is not None
+    assert draft.paths is not None
     count, rows = draft.paths, torch.arange(p.rows, device=p.device)
     alive = torch.ones(p.rows, count, dtype=torch.bool, device=p.device)
     place = torch.zeros(p.rows, 1, dtype=torch.float64, device=p.device)  # A / (A + J); J / (A + J) is the rest
@@ -241,8 +239,8 @@ def greatest_path(p: Law, draft: Draft) -> tuple[Tensor, Law]:
     position = torch.zeros_like(rows)
     for start in range(0, draft.tokens.shape[1], count):
         tokens, first = draft.tokens[:, start : start + count], start + alive.int().argmax(-1)
-        order = Order.of(p.dense[rows, position], draft.law.dense[rows, first])
-        laws.append(order.greatest(place, count).to(draft.law.dense.dtype))
+        order = Order.of(p.dense[rows, position], draft.q.dense[rows, first])
+        laws.append(order.greatest(place, count).to(draft.q.dense.dtype))
         path = order.rank.gather(1, tokens).where(alive, -1).argmax(-1)
         token = tokens.gather(1, path[:, None])
         alive &= tokens == token

@@ -56,10 +56,7 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     rows = range(len(full[0].lengths))
     owners = [next((draft for draft in full if draft.lengths[row]), full[0]) for row in rows]
     tokens = padded([owner.tokens[row].tolist() for row, owner in enumerate(owners)], device)
-    laws = list[Law]()
-    for row, owner in enumerate(owners):
-        assert owner.law is not None
-        laws.append(owner.law.of_row(row).to(device).stretched(tokens.shape[1]))
+    laws = [owner.q.of_row(row).to(device).stretched(tokens.shape[1]) for row, owner in enumerate(owners)]
     law = Law.join(laws, 0)
     return Draft(
         tokens,

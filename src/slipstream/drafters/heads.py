@@ -10,7 +10,7 @@ from slipstream.drafters.following import Follower, read_by_target
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.sampled import sample_block
 from slipstream.models.heads.dflash import DFlashScorer
-from slipstream.models.heads.scorer import Head, HeadScorer, RecordsStates
+from slipstream.models.heads.scorer import Head, HeadScorer
 
 AT_ONCE = 64  # the number of missing tokens fed with the first drafting step: accepted tokens are all read again
 
@@ -24,8 +24,6 @@ class HeadDrafter:
 
     def __init__(self, target: HasModel, head: Head, name: str) -> None:
         """Raises ValueError if the target records no hidden states, or not those that the head reads."""
-        if not isinstance(target, RecordsStates):
-            raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.head, self._target, self.scorer = head, target, HeadScorer(target, head, name)
         self._drafter = ModelDrafter(self.scorer, target.vocab, AT_ONCE)
         self.traits = Traits((self.scorer,))

@@ -20,6 +20,7 @@ from slipstream.core.draft import Draft
 from slipstream.core.law import Law
 from slipstream.core.protocols import Drafter, Traits
 from slipstream.core.round import Context
+from slipstream.drafters.datastore.corpus import as_ids
 from slipstream.drafters.sampled import law_of, sample_chain
 from slipstream.files import TensorFileKind, save_tensors
 
@@ -187,12 +188,9 @@ class _Grams:
 def _stream(sequences: Iterable[Sequence[int] | Array | torch.Tensor], vocab: int) -> tuple[Array, Array]:
     """Concatenate all texts, each after the id `vocab` -> the ids, and every token's place in its text, from 1."""
     start, parts = np.array([vocab], np.int32), list[Array]()
-    for sequence in sequences:
-        ids = np.asarray(sequence)
+    for ids in map(as_ids, sequences):
         if not ids.size:
             continue
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"a sequence has shape {ids.shape} of {ids.dtype}: give token ids, one array per text.")
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab}.")
         parts += [start, ids.astype(np.int32)]
@@ -268,11 +266,7 @@ class Ngram(Drafter):
         """Make the drafter; `vocab` is the size of the target's logits. Raises ValueError if the model's differs."""
         if model.vocab != vocab:
             raise ValueError(f"the n-gram model knows {model.vocab} token ids, the target {vocab}: build it for those.")
-        self.model = model
-
-    @property
-    def facts(self) -> str:
-        return self.model.facts
+        self.model, self.facts = model, model.facts
 
     def propose(self, context: Context, gammas: Sequence[int]) -> Draft:
         states = [self.model.state(row.tokens[-self.model.order :]) for row in context.rows]

@@ -131,12 +131,7 @@ class PhraseDrafter(CopyingDrafter[SuffixAutomaton]):
         super().__init__()
         if phrases.vocab != vocab:
             raise ValueError(f"the table of phrases knows {phrases.vocab} token ids, the target {vocab}: make another.")
-        self.phrases = phrases
-
-    @property
-    def facts(self) -> str:
-        """What the table holds, in words."""
-        return self.phrases.facts
+        self.phrases, self.facts = phrases, phrases.facts
 
     def begin(self, row: Row) -> SuffixAutomaton:
         return SuffixAutomaton()

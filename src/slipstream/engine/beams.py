@@ -28,9 +28,8 @@ class BeamTexts:
         for search in self._searches:
             if not self._admission.holds([most_tokens(search, job.decoder.controller.most)]):
                 raise OptionError(
-                    "num_beams",
                     f"num_beams={beams.num_beams} is not possible for prompt {search.index}: with {search.limit} new "
-                    f"tokens the caches would take more than {memory} bytes; use fewer beams or new tokens.",
+                    f"tokens the caches would take more than {memory} bytes; use fewer beams or new tokens."
                 )
         self._done: dict[int, Completion] = {}
 

@@ -92,9 +92,8 @@ class ChatTemplate:
     def check_tools(self, name: str) -> None:
         if not self.takes_tools:
             raise OptionError(
-                "tools",
                 f"tools are given, but the chat template of {name} does not write them, so the model would not "
-                "know them: leave them out, or give a chat template that has tools.",
+                "know them: leave them out, or give a chat template that has tools."
             )
 
     @cached_property

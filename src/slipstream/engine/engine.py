@@ -120,6 +120,12 @@ class Engine:
         check_callback("on_round", on_round)
         check_callback("on_completion", on_completion)
         job, done = self.prepare(read_prompts(prompts), options), dict[int, Completion]()
+
+        def finish(index: int) -> None:
+            done[index] = job.generations[index].completion
+            if on_completion is not None:
+                on_completion(index, done[index])
+
         if job.options.beams is not None:
             if on_round is not None:
                 raise ValueError("on_round is not called with num_beams, which has no such rounds: leave it out.")
@@ -137,19 +143,16 @@ class Engine:
                         on_round(round)
                     for place, row in enumerate(round.rows):
                         job.generations[row.index].record(round, place)
-                    for index in (row.index for row in round.rows if row.finish_reason):
-                        done[index] = job.generations[index].completion
-                        if on_completion is not None:
-                            on_completion(index, done[index])
+                    for row in round.rows:
+                        if row.finish_reason:
+                            finish(row.index)
             except KeyboardInterrupt:
                 raise Interrupted(
                     [done.get(index) or one.completion for index, one in enumerate(job.generations)]
                 ) from None
-        for index, one in enumerate(job.generations):
+        for index in range(len(job.generations)):
             if index not in done:  # only its prompt was scored, without a round
-                done[index] = one.completion
-                if on_completion is not None:
-                    on_completion(index, done[index])
+                finish(index)
         return [done[index] for index in range(len(job.generations))]
 
     def stream(self, prompt: Prompt | Mapping[str, Any], **options: Any) -> Iterator[Piece]:
@@ -259,15 +262,13 @@ class Engine:
         call, settings = read_options(self.defaults.complete(options))
         settings["model_processors"] = self.defaults.processors(call.max_new_tokens, settings)
         if call.decoder_prompt and self.frame is None:
-            raise OptionError("decoder_prompt", "decoder_prompt is for encoder-decoders: write it into the prompt.")
+            raise OptionError("decoder_prompt is for encoder-decoders: write it into the prompt.")
         encoder, generations, copies = self.encoder, list[Generation](), Counter[tuple[int, ...]]()
         for option in ("stop", "bad_words", "prediction"):
             if self.text_limit is not None:
                 self.text_limit.check(options.get(option), option)
         if call.beams is not None and self.exact_shape:
-            raise OptionError(
-                "num_beams", "num_beams cannot be used with exact_shape, for beams make passes of any shape."
-            )
+            raise OptionError("num_beams cannot be used with exact_shape, for beams make passes of any shape.")
         if call.stops or call.echo:
             encoder.needed()  # to write the text
         sampler = sampling(settings, call, self.eos, encoder, self.decoder.target.vocab)
@@ -325,9 +326,7 @@ class Engine:
         if self.exact_shape:
             raise ValueError("exact_shape fixes one shape for a whole call, so its batch cannot be shared with others.")
         if call.beams is not None:
-            raise OptionError(
-                "num_beams", "num_beams searches a call of its own, so its batch cannot be shared with others."
-            )
+            raise OptionError("num_beams searches a call of its own, so its batch cannot be shared with others.")
         own = None if call.verify is None else self.choose(call.verify)
         gamma = template.gamma if call.own_gamma is None else call.own_gamma
         return replace(template, rule=own, gamma=gamma)
@@ -344,16 +343,15 @@ class Engine:
         chosen = self.rule if verify is None else rule(verify)
         if chosen.paths not in (None, self.rule.paths):
             raise OptionError(
-                "verify",
                 f"verify={chosen.name!r} drafts {chosen.paths} paths, but the models were loaded with "
-                f"verify={self.rule.name!r}: load them with verify={chosen.name!r}.",
+                f"verify={self.rule.name!r}: load them with verify={chosen.name!r}."
             )
         return chosen
 
     def _decoder(self, call: Options) -> Decoder:
         chosen = self.choose(call.verify)
         if call.lossless and not chosen.lossless:
-            raise OptionError("verify", f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
+            raise OptionError(f"verify={chosen.name!r} is lossy, and lossless=True refuses it.")
         decoder = replace(self.decoder, verifier=chosen.verify, rng=chosen.rng)
         if call.plain:
             return replace(decoder, drafter=NoDraft(), controller=Fixed(0))
@@ -362,9 +360,7 @@ class Engine:
 
 def _streamable(job: Job) -> Job:
     if job.options.beams is not None:
-        raise OptionError(
-            "num_beams", "num_beams has no text before its search has ended, so it cannot stream: use generate."
-        )
+        raise OptionError("num_beams has no text before its search has ended, so it cannot stream: use generate.")
     return job
 
 

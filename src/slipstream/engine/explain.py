@@ -201,17 +201,17 @@ class Explanation:
 def figures(stats: Stats) -> list[tuple[str, str, str]]:
     phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats.seconds.items())
     lines = [
-        ("alpha", _number(stats.alpha, 3), f"chance to keep a tested token; {stats.tested} tested"),
-        ("draft acceptance rate", _number(stats.draft_acceptance_rate, 3), f"{stats.accepted} of {stats.drafted}"),
-        ("mean acceptance length", _number(stats.mean_acceptance_length, 2), "tokens per target call"),
+        ("alpha", number(stats.alpha, 3), f"chance to keep a tested token; {stats.tested} tested"),
+        ("draft acceptance rate", number(stats.draft_acceptance_rate, 3), f"{stats.accepted} of {stats.drafted}"),
+        ("mean acceptance length", number(stats.mean_acceptance_length, 2), "tokens per target call"),
         ("target calls", str(stats.target_calls), f"for {stats.emitted} tokens"),
         ("acceptance by position", " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position) or "-", ""),
-        ("tokens per second", _number(stats.tokens_per_second, 1), "without prefill"),
+        ("tokens per second", number(stats.tokens_per_second, 1), "without prefill"),
         ("seconds", f"{stats.total_seconds:.3f}", phases),
     ]
     if stats.relaxed:
         lines.append(("relaxed", str(stats.relaxed), "tokens kept only by a lossy rule"))
-        lines.append(("mean distance", _number(stats.mean_distance, 4), "total variation from the target"))
+        lines.append(("mean distance", number(stats.mean_distance, 4), "total variation from the target"))
     if stats.undrafted:
         reasons = ", ".join(f"{reason} {rounds}" for reason, rounds in sorted(stats.undrafted.items()))
         lines.append(("undrafted", str(sum(stats.undrafted.values())), f"rounds without the remote draft: {reasons}"))
@@ -240,7 +240,7 @@ def breakdown(stats: Stats) -> Table:
     return table
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 

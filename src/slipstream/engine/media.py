@@ -29,9 +29,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 def open_image(image: Any) -> Image:
     """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
     Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels."""
-    _needed()
-    from PIL import Image as pillow
-
+    pillow = _pillow()
     if isinstance(image, pillow.Image):
         return image.convert("RGB")
     if isinstance(image, np.ndarray | Tensor):
@@ -49,13 +47,10 @@ def open_image(image: Any) -> Image:
 
 def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
     """Decode the bytes of an image file of at most so many pixels -> an RGB image."""
-    _needed()
-    from PIL import Image as pillow
-    from PIL import UnidentifiedImageError
-
+    pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(content), formats=FORMATS)
-    except UnidentifiedImageError:
+    except pillow.UnidentifiedImageError:
         raise ValueError(f"{where} is none that can be opened: take one of {', '.join(FORMATS)}.") from None
     except Exception as error:  # Pillow raises errors of any type for damaged files
         raise ValueError(f"{where} is damaged: {error}.") from error
@@ -69,11 +64,12 @@ def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
         raise ValueError(f"{where} is damaged: {error}.") from error
 
 
-def _needed() -> None:
+def _pillow() -> Any:
     try:
-        import PIL.Image  # noqa: F401
+        from PIL import Image as pillow
     except ImportError:
         raise ValueError("images need Pillow: pip install 'slipstream[vision]'.") from None
+    return pillow
 
 
 PART_TYPES = {  # the kind of media by the "type" of a message part, in the names of OpenAI and of transformers

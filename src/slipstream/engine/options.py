@@ -45,9 +45,7 @@ class Options(CallFields):
         stops = [self.stop] if isinstance(self.stop, str) else listed(self.stop, "stop", "it is one text or several")
         for text in stops:
             if not isinstance(text, str) or not text:
-                raise OptionError(
-                    "stop", f"stop holds {shown(text)}, but it is one text or several, none of them empty."
-                )
+                raise OptionError(f"stop holds {shown(text)}, but it is one text or several, none of them empty.")
         object.__setattr__(self, "stop", tuple(stops))
         for name in ("stop_token_ids", "decoder_prompt"):
             ids = listed(getattr(self, name), name, "it is a list of token ids")
@@ -55,7 +53,7 @@ class Options(CallFields):
         prediction = "" if self.prediction is None else self.prediction
         for name, value in (("cache_salt", self.cache_salt), ("prediction", prediction)):
             if not isinstance(value, str):
-                raise OptionError(name, f"{name} is {shown(value)}, but it is a text.")
+                raise OptionError(f"{name} is {shown(value)}, but it is a text.")
         if self.gamma is not None:
             controller(self.gamma)
         if self.verify is not None:
@@ -74,7 +72,7 @@ class Options(CallFields):
             for name in BEAMS:
                 if getattr(self, name) is not None:
                     instead = "; for samples of a prompt, use n" if name == "num_return_sequences" else ""
-                    raise OptionError(name, f"{name} is for beam search, which num_beams=4 asks for{instead}.")
+                    raise OptionError(f"{name} is for beam search, which num_beams=4 asks for{instead}.")
             return
         reasons = {
             "n": (self.n > 1, "beams are no samples: use num_return_sequences"),
@@ -87,7 +85,7 @@ class Options(CallFields):
         }
         for name, (is_set, why) in reasons.items():
             if is_set:
-                raise OptionError("num_beams", f"num_beams={self.num_beams} excludes {name}: {why}.")
+                raise OptionError(f"num_beams={self.num_beams} excludes {name}: {why}.")
 
     @property
     def stops(self) -> list[str]:
@@ -101,8 +99,7 @@ class Options(CallFields):
             return [cast("int", self.seed)] * prompts
         if len(self.seed) != prompts:
             raise OptionError(
-                "seed",
-                f"seed holds {len(self.seed)} numbers for {prompts} prompts: give one number, or one for each prompt.",
+                f"seed holds {len(self.seed)} numbers for {prompts} prompts: give one number, or one for each prompt."
             )
         return list(self.seed)
 
@@ -113,9 +110,8 @@ class Options(CallFields):
             return 0
         if self.gamma is not None and not is_whole(self.gamma):
             raise OptionError(
-                "gamma",
                 f"gamma={self.gamma!r} is not possible in a batch that is shared with other calls: give a whole "
-                "number of tokens, or leave it out.",
+                "number of tokens, or leave it out."
             )
         return cast("int | None", self.gamma)
 
@@ -129,7 +125,7 @@ def read_options(arguments: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]
     meant = {name: value for name, value in arguments.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in meant and name in meant:
-            raise OptionError(alias, f"{alias} and {name} are one option: give one of them.")
+            raise OptionError(f"{alias} and {name} are one option: give one of them.")
         if alias in meant:
             meant[name] = meant.pop(alias)
     options = Options(**{name: value for name, value in meant.items() if name in names})
@@ -152,22 +148,16 @@ def sampling(
     named = (("logit_bias", result.logit_bias), ("bad_words", banned), ("stop_token_ids", asked.stop_token_ids))
     for name, ids in named:
         if (most := max(ids, default=0)) >= vocab:
-            raise OptionError(name, f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
+            raise OptionError(f"{name} has the token id {most}, but {encoder.name} knows 0..{vocab - 1}.")
     if result.min_new_tokens > asked.max_new_tokens:
         least, most = result.min_new_tokens, asked.max_new_tokens
-        raise OptionError(
-            "min_new_tokens", f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other."
-        )
+        raise OptionError(f"min_new_tokens={least} is above max_new_tokens={most}: lower one or raise the other.")
     if asked.beams and result.grammar is not None:
-        raise OptionError(
-            "num_beams", f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out."
-        )
+        raise OptionError(f"num_beams={asked.num_beams} cannot be used with a grammar: leave one of them out.")
     if result.grammar is not None:
         _check_grammar(result.grammar, asked, result.min_new_tokens, vocab)
     if clash := {word[0] for word in result.bad_words if len(word) == 1}.intersection(asked.stop_token_ids):
-        raise OptionError(
-            "bad_words", f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one."
-        )
+        raise OptionError(f"bad_words forbids the token {min(clash)}, at which stop_token_ids ends: leave out one.")
     return result
 
 
@@ -183,14 +173,14 @@ def check_scoring(model: str, encodes: bool, media: bool, exact_shape: bool) -> 
 
 def check_callback(name: str, value: object) -> None:
     if value is not None and not callable(value):
-        raise OptionError(name, f"{name}={shown(value)} is not possible: it must be a function, or None.")
+        raise OptionError(f"{name}={shown(value)} is not possible: it must be a function, or None.")
 
 
 def _check_grammar(grammar: Grammar, call: Options, least: int, vocab: int) -> None:
     if call.ignore_eos or least:
         name = "ignore_eos" if call.ignore_eos else "min_new_tokens"
         raise OptionError(
-            name, f"a grammar says where a text may end, so {name} cannot be used with it: leave one out."
+            f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.", name
         )
     if grammar.vocab != vocab:
         raise ValueError(

@@ -144,7 +144,7 @@ def _chat(chat: Chat, where: str) -> Chat:
         raise ValueError(f"template_kwargs of {where} is {shown(variables)}, but it is a dict of names and values.")
     if withheld := [name for name in WITHHELD if name in variables]:
         message = f"template_kwargs of {where} sets {withheld[0]}, which is not for the template: leave it out."
-        raise OptionError("template_kwargs", message)
+        raise OptionError(message)
     tools = None if chat.tools is None else listed(chat.tools, f"tools of {where}", "they are a list of tools")
     return replace(chat, messages=[_message(each, where) for each in messages], tools=tools)
 
@@ -343,7 +343,7 @@ class Encoder:
         """Return the text of a prompt, decoded from its `ids` if need be, for `echo`. Raises ValueError for audio."""
         prompt = prompt.text if isinstance(prompt, TextWithMedia) else prompt
         if isinstance(ids, Tensor):
-            raise OptionError("echo", "echo is not possible for audio features, which have no text: leave it out.")
+            raise OptionError("echo is not possible for audio features, which have no text: leave it out.")
         if isinstance(prompt, str):
             return prompt
         return decode(ids)
@@ -358,7 +358,7 @@ class Encoder:
         if not isinstance(word, str):
             return [listed(word, "a word of bad_words", "it is a text or a list of token ids")]
         if not word:
-            raise OptionError("bad_words", "bad_words holds an empty text: leave it out.")
+            raise OptionError("bad_words holds an empty text: leave it out.")
         written, forms = (self.spelling or Spelling(self.needed())).write, set[tuple[int, ...]]()
         for sign in ("", *" \n\t([{<>\"'`-/=:,.*_"):  # the tokens depend on what is before the word
             tokens = tuple(self.needed().encode(sign + word, add_special_tokens=False))

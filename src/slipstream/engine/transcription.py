@@ -54,7 +54,7 @@ class Transcriber:
 
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
         if task not in TASKS:
-            raise OptionError("task", f"task={task!r} is not known: use {' or '.join(TASKS)}.")
+            raise OptionError(f"task={task!r} is not known: use {' or '.join(TASKS)}.")
         begin = self.speech.decoder_prompt(language, task, timestamps)
         processors = [self.speech.time_rules(1 + len(begin))] if timestamps else []
         return {"decoder_prompt": begin, "max_new_tokens": self.longest - len(begin) - 1, "processors": processors}

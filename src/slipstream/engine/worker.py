@@ -95,11 +95,6 @@ class Ticket:
         return self.generation.row.stats if self.generation.row else Stats()
 
     @property
-    def predicted(self) -> tuple[int, int]:
-        """The tokens drafted from the request's prediction: how many were accepted, and how many rejected."""
-        return self.stats.predicted_accepted, self.stats.predicted - self.stats.predicted_accepted
-
-    @property
     def ended(self) -> bool:
         return self.generation.row is not None and self.generation.row.finish_reason is not None
 

@@ -83,8 +83,12 @@ class PassMasks:
             seen = seen & ((others > own - sight.window) | (others < sight.sinks))
         if sight.chunk:
             seen = seen & (others // sight.chunk == own // sight.chunk)
-        blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return blank.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        return additive(seen, dtype).unsqueeze(1)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to the scores of attention, and leaves those of what is seen."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def causal_mask(slots: Tensor, past: int, end: int, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from slipstream.cache.prefixes import PrefixCache
 from slipstream.cache.stores import store_format
 from slipstream.core.draft import Tree, padded, runs_of_texts
 from slipstream.core.law import Law
@@ -155,7 +154,8 @@ class CausalScorer(OnMemory):
         self.vocab, self.context, self.modalities = self.facts.vocab, self.facts.context, modalities_of(model)
         if decoder and execution:
             execution = execution.of(cast("Any", decoder), self.name)  # the decoder runs the passes
-        self._memory = Memory(decoder)
+        self._memory = memory = Memory(decoder)
+        self.use_prefixes, self.recall, self.remember = memory.use_prefixes, memory.recall, memory.remember
         self.source_form = self._memory.sources.form if self._memory.sources else None
         self._builder = PassBuilder(self.facts, self._memory)
         self._runner = PassRunner(decoder or model, self.facts, self._memory, execution)
@@ -204,15 +204,6 @@ class CausalScorer(OnMemory):
         """Fill an empty row with a text of `length` tokens. `layers` have keys and values (heads, count, head_dim) of
         its last tokens, as many as each layer ever looks back at."""
         self._memory.texts.fill(row, layers, length)
-
-    def use_prefixes(self, cache: PrefixCache | None) -> None:
-        self._memory.use_prefixes(cache)
-
-    def recall(self, row: int, text: Sequence[int], salt: str) -> int:
-        return self._memory.recall(row, text, salt)
-
-    def remember(self, row: int, text: Sequence[int], salt: str) -> None:
-        self._memory.remember(row, text, salt)
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """Return the bytes for texts of these lengths; 0 for an encoder-decoder before its first pass."""

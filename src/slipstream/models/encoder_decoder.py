@@ -22,7 +22,7 @@ from slipstream.cache.stores import FloatStore, Store
 from slipstream.core.draft import padded
 from slipstream.core.source import Source, SourceForm
 from slipstream.execution.names import with_cache
-from slipstream.execution.passes import Cross
+from slipstream.execution.passes import Cross, additive
 from slipstream.kernels.placement import input_device
 
 States = list[tuple[Tensor, Tensor]]
@@ -227,9 +227,8 @@ class Sources:
         if known := self._known.get(name := (part.start, part.stop)):
             return replace(known, back=back)
         self._rows.reserve(0, part.start, part.stop)
-        beyond = torch.arange(self._rows.end)[None] >= torch.tensor(self._rows.lengths[part])[:, None]
-        stores, dtype = self._rows.taking_part, self._decoder.dtype
-        mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, torch.finfo(dtype).min)
+        held = torch.arange(self._rows.end)[None] < torch.tensor(self._rows.lengths[part])[:, None]
+        stores, mask = self._rows.taking_part, additive(held, self._decoder.dtype)
         self._known[name] = Cross(stores, mask[:, None, None].to(stores[0][0].device))
         return replace(self._known[name], back=back)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from slipstream.core.stats import Stats
 from slipstream.engine.engine import Engine
 from slipstream.engine.generation import Piece
 from slipstream.engine.queued import Search
@@ -88,16 +89,15 @@ class Call:
         """The tokens read and written so far; a prompt counts once, however many answers it has."""
         prompt = sum(ticket.prompt_tokens for ticket in self.tickets[:: self.samples])
         written = sum(ticket.completion_tokens for ticket in self.tickets)
+        stats = sum((ticket.stats for ticket in self.tickets), Stats())
         return answers.Usage(
             prompt_tokens=prompt,
             completion_tokens=written,
             total_tokens=prompt + written,
-            prompt_tokens_details=answers.PromptDetails(
-                cached_tokens=sum(ticket.stats.cached for ticket in self.tickets)
-            ),
+            prompt_tokens_details=answers.PromptDetails(cached_tokens=stats.cached),
             completion_tokens_details=answers.CompletionDetails(
-                accepted_prediction_tokens=sum(ticket.predicted[0] for ticket in self.tickets),
-                rejected_prediction_tokens=sum(ticket.predicted[1] for ticket in self.tickets),
+                accepted_prediction_tokens=stats.predicted_accepted,
+                rejected_prediction_tokens=stats.predicted - stats.predicted_accepted,
             ),
         )
 

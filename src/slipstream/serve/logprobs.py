@@ -11,14 +11,10 @@ from slipstream.text.spelling import Spelling
 LEAST = -9999.0  # number sent for minus infinity, which JSON lacks
 
 
-def _finite(logprob: float) -> float:
-    return max(LEAST, logprob)
-
-
 def for_chat(found: Sequence[TokenLogprobs], spelling: Spelling) -> answers.ChatLogprobs:
     def top(token: int, logprob: float) -> answers.TopLogprob:
         return answers.TopLogprob(
-            token=spelling.text(token), logprob=_finite(logprob), bytes=list(spelling.write(token))
+            token=spelling.text(token), logprob=max(LEAST, logprob), bytes=list(spelling.write(token))
         )
 
     return answers.ChatLogprobs(
@@ -56,12 +52,12 @@ class TextTokens:
         starts += [self._begin(each.token) for each in found[len(starts) :]]
         named = [self._names(each) for each in found]
         tops = [
-            None if isnan(each.logprob) else {names[token]: _finite(logprob) for token, logprob in each.top}
+            None if isnan(each.logprob) else {names[token]: max(LEAST, logprob) for token, logprob in each.top}
             for names, each in zip(named, found, strict=True)
         ]
         return answers.TextLogprobs(
             text_offset=starts,
-            token_logprobs=[None if isnan(each.logprob) else _finite(each.logprob) for each in found],
+            token_logprobs=[None if isnan(each.logprob) else max(LEAST, each.logprob) for each in found],
             tokens=[names[each.token] for names, each in zip(named, found, strict=True)],
             top_logprobs=tops if self._wanted else None,
         )

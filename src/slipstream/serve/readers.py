@@ -242,10 +242,10 @@ class ByFamily:
         return [*deltas, *self._regions.finish()] if piece.completion else deltas
 
 
-def joined(deltas: Sequence[answers.Delta]) -> list[answers.Delta]:
-    """Merge texts of one kind that follow each other into one delta, so that fewer are sent."""
+def read_all(reader: Reader, pieces: Sequence[Piece]) -> list[answers.Delta]:
+    """Read pieces; texts of one kind that follow each other are merged into one delta, so that fewer are sent."""
     merged: list[answers.Delta] = []
-    for delta in deltas:
+    for delta in (delta for piece in pieces for delta in reader(piece)):
         for kind in ("content", "reasoning_content"):
             before, text = getattr(merged[-1], kind) if merged else None, getattr(delta, kind)
             if before is not None and text is not None:

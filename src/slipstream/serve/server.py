@@ -14,7 +14,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slipstream.serve.app import create_app
 from slipstream.serve.gate import HEADER_BYTES, AccessLog
-from slipstream.serve.sockets import say
+from slipstream.serve.sockets import say, url_of
 from slipstream.serve.state import ServerState
 
 HEADER_SECONDS = 10.0  # until the headers of a request have come, from its first byte or the connection on
@@ -120,14 +120,9 @@ class Server(uvicorn.Server):
             return
         properties = self.state.properties()
         draft = f" with the draft {properties.draft}" if properties.draft else " without a draft"
-        say(f"{properties.target}{draft} is ready at {url(self.listener)}")
+        say(f"{properties.target}{draft} is ready at {url_of(self.listener)}")
 
     def _end(self) -> None:
         failure = self.state.worker.failure
         say(f"the thread that runs the models has failed: {type(failure).__name__}: {failure}")
         self.should_exit = True
-
-
-def url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -15,6 +15,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(f"cannot listen at {host}:{port}: {why}; choose another --port or --host.") from None
 
 
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def say(text: str) -> None:
     with suppress(OSError):  # stderr is gone
         print(f"slipstream: {text}", file=sys.stderr, flush=True)

@@ -148,7 +148,7 @@ def as_ids(document: Any) -> Array:
     """Return a document's token ids (length,). Raises ValueError for anything else."""
     ids = np.asarray(document)
     if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-        raise ValueError(f"a document has shape {ids.shape} of {ids.dtype}: give token ids, one array per document.")
+        raise ValueError(f"a text has shape {ids.shape} of {ids.dtype}: give token ids, one array per text.")
     return ids.astype(np.int64 if ids.dtype.itemsize > 4 else np.int32)
 
 

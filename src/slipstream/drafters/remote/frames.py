@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,10 +176,6 @@ def read_key(file: str | Path | None) -> bytes:
     if not key:
         raise ValueError(f"the key file {file} is empty: write a key into it, as `openssl rand -hex 32` makes one.")
     return key
-
-
-def nonce() -> str:
-    return secrets.token_hex(16)
 
 
 def proof(key: bytes, side: str, nonces: Sequence[str], rest: VocabularySketch) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import socket
 import ssl
 import threading
@@ -34,7 +35,6 @@ from slipstream.drafters.remote.frames import (
     decode_body,
     decode_head,
     encode,
-    nonce,
     proven,
     vouch,
 )
@@ -312,7 +312,7 @@ class _Task:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         hello = await read_frame(reader, GREETING)
-        nonces = [hello.text("nonce"), nonce()]
+        nonces = [hello.text("nonce"), secrets.token_hex(16)]
         writer.write(encode(vouch(FrameType.PROOF, self.settings.key, "client", nonces, self.vocabulary)))
         welcome = await read_frame(reader, GREETING)
         if welcome.kind == FrameType.REFUSAL:

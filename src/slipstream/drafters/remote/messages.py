@@ -156,10 +156,6 @@ class SentLaw:
         return SentLaw(ids, weights)
 
     @staticmethod
-    def point(token: int) -> SentLaw:
-        return SentLaw((token,), (1.0,))
-
-    @staticmethod
     def read(frame: Frame, vocab: int) -> SentLaw:
         law = SentLaw(frame.ids("ids", vocab), frame.shares("weights"))
         if not law.ids or not all(one < other for one, other in pairwise(law.ids)):

@@ -19,7 +19,8 @@ from slipstream.core.draft import Tree
 from slipstream.core.protocols import HasModel
 from slipstream.core.values import first_sentence
 from slipstream.execution.names import with_cache
-from slipstream.models.heads.scorer import PREFILL_TOKENS, OnTargetStates, RecordsStates
+from slipstream.execution.passes import additive
+from slipstream.models.heads.scorer import PREFILL_TOKENS, OnTargetStates
 from slipstream.models.loading.dropped_tensors import read_record
 
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids", "hidden_size")
@@ -52,8 +53,6 @@ class DFlashScorer(OnTargetStates):
     Its cache holds the target's states of all tokens but the pending one."""
 
     def __init__(self, target: HasModel, net: Any, name: str) -> None:
-        if not isinstance(target, RecordsStates):
-            raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         super().__init__(target, [layer + 1 for layer in net.config.target_layer_ids], target.vocab, name)
         self.block_size = int(net.config.block_size)
         self._net, self._call = net, with_cache(net)
@@ -96,19 +95,14 @@ class DFlashScorer(OnTargetStates):
         others = torch.where(places < starts + wide, places, places - wide + new)
         seen = (places < starts + new) | ((places >= starts + wide) & (places < starts + slots.shape[1]))
         behind = own[:, wide:, None] - others[:, None]
+        full = seen[:, None].expand(behind.shape)
+        masks = {"full_attention": full, "sliding_attention": full & (behind.abs() <= self._net.config.sliding_window)}
         out = self._call(
             noise_embeds=self._embed(noise),
             context_hidden_states=self._states.of(slots[:, :wide]).to(self._net.dtype),
-            attention_mask={
-                "full_attention": self._mask(seen[:, None].expand(behind.shape)),
-                "sliding_attention": self._mask(seen[:, None] & (behind.abs() <= self._net.config.sliding_window)),
-            },
+            attention_mask={kind: additive(mask, self._net.dtype).unsqueeze(1) for kind, mask in masks.items()},
             position_ids=own,
             cache=self._cache,
         )
         texts.advance(counts)
         return out.last_hidden_state
-
-    def _mask(self, seen: Tensor) -> Tensor:
-        blank = torch.zeros(seen.shape, dtype=self._net.dtype, device=self.device)
-        return blank.masked_fill_(~seen, torch.finfo(self._net.dtype).min).unsqueeze(1)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from slipstream.core.draft import Tree, padded
 from slipstream.core.law import Law
-from slipstream.core.protocols import Shape
+from slipstream.core.protocols import HasModel, Shape
 from slipstream.core.source import Source
 from slipstream.execution.backends import draft_graphs
 from slipstream.execution.draft_graphs import FED, DraftGraphs, Room, Seat, Wish, fed_slots
@@ -124,7 +124,9 @@ class OnTargetStates(OnMemory):
     source_form = None
     context = None
 
-    def __init__(self, target: RecordsStates, places: Sequence[int], vocab: int, name: str) -> None:
+    def __init__(self, target: HasModel, places: Sequence[int], vocab: int, name: str) -> None:
+        if not isinstance(target, RecordsStates):
+            raise ValueError(f"{target.name} shows no hidden states of its tokens: use another draft.")
         self.name, self.vocab, self.device = name, vocab, target.device
         self._states = target.record(places)
         self._memory = Memory()
@@ -152,7 +154,7 @@ class HeadScorer(OnTargetStates):
     """A `Head` and its cache (see `core.protocols.Scorer` for the contract and the shapes). Chains only.
     `rollback` also drops what was not read with the target's states."""
 
-    def __init__(self, target: RecordsStates, head: Head, name: str) -> None:
+    def __init__(self, target: HasModel, head: Head, name: str) -> None:
         super().__init__(target, head.places, head.vocab, name)
         self.head = head
         self._sure: list[int] = []  # per row: the tokens that all layers have read with the target's states

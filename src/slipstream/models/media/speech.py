@@ -51,7 +51,7 @@ class SpeechInput:
         silent = getattr(self.settings, "no_timestamps_token_id", None)
         if silent is None:
             raise OptionError(
-                "timestamps", "the model knows no times (no_timestamps_token_id): ask for the text alone."
+                "the model knows no times (no_timestamps_token_id): ask for the text alone.", "timestamps"
             )
         return Stamps(silent + 1, 2 * self.extractor.hop_length / self.rate)  # its encoder halves the frames
 
@@ -68,10 +68,10 @@ class SpeechInput:
         silent = None if timestamps else getattr(self.settings, "no_timestamps_token_id", None)
         if not languages:
             if language not in (None, "en") or task != "transcribe":
-                raise OptionError("language", "the model writes English only: leave language and translation out.")
+                raise OptionError("the model writes English only: leave language and translation out.", "language")
             return () if silent is None else (silent,)
         token = languages.get(f"<|{language or 'en'}|>")
         if token is None:
             known = ", ".join(sorted(name.strip("<|>") for name in languages))
-            raise OptionError("language", f"language {language!r} is not known: the model knows {known}.")
+            raise OptionError(f"language {language!r} is not known: the model knows {known}.")
         return (token, self.settings.task_to_id[task], *(() if silent is None else (silent,)))

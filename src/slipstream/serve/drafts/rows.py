@@ -109,8 +109,7 @@ class Served:
 
 def _sent(law: Law, position: int, top: int) -> SentLaw:
     if law.probs is None:
-        assert law.tokens is not None
-        return SentLaw.point(int(law.tokens[0, position]))
+        return SentLaw((int(law.ids[0, position]),), (1.0,))
     return SentLaw.cut(law.probs[0, position], top)
 
 

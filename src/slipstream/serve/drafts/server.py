@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import queue
+import secrets
 import socket
 import ssl
 import threading
@@ -24,7 +25,6 @@ from slipstream.drafters.remote.frames import (
     Refused,
     VocabularySketch,
     encode,
-    nonce,
     proven,
     vouch,
 )
@@ -310,7 +310,7 @@ class DraftServer:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ours, key = self.settings.vocabulary, self.settings.key
-        hello = nonce()
+        hello = secrets.token_hex(16)
         writer.write(encode(Frame(FrameType.HELLO, 0, {"nonce": hello})))
         answer = await read_frame(reader, GREETING)
         if answer.kind != FrameType.PROOF:

@@ -11,7 +11,7 @@ from slipstream.serve.chats import begun
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.logprobs import for_chat
 from slipstream.serve.output import ERRORS, ChunkAnswering, completed, finish_reason, streams
-from slipstream.serve.readers import as_message, joined
+from slipstream.serve.readers import as_message, read_all
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of
 from slipstream.serve.tools import Tools
@@ -42,14 +42,14 @@ class _ChatAnswer(ChunkAnswering):
         choices = []
         for index, pieces in enumerate(texts):
             completion = completed(pieces)
-            message = as_message([delta for piece in pieces for delta in self._read(index, piece)])
+            message = as_message(self._read(index, pieces))
             about = {"logprobs": self._logprobs(completion.logprobs), "explained": self.explained(pieces)}
             reason = self._reason(index, completion)
             choices.append(answers.ChatChoice(index=index, message=message, finish_reason=reason, **about))
         return choices
 
     def chunks(self, index: int, pieces: Sequence[Piece]) -> list[answers.ChatChunkChoice]:
-        deltas = joined([delta for piece in pieces for delta in self._read(index, piece)])
+        deltas = self._read(index, pieces)
         completion = pieces[-1].completion
         reason = self._reason(index, completion) if completion else None
         logprobs = self._logprobs(tuple(piece.logprobs for piece in pieces if piece.logprobs) or None)
@@ -67,8 +67,8 @@ class _ChatAnswer(ChunkAnswering):
         self.begun.add(index)
         return [answers.ChatChunkChoice(index=index, delta=answers.Delta(role="assistant", content="")), *choices]
 
-    def _read(self, index: int, piece: Piece) -> list[answers.Delta]:
-        deltas = self.readers[index](piece)
+    def _read(self, index: int, pieces: Sequence[Piece]) -> list[answers.Delta]:
+        deltas = read_all(self.readers[index], pieces)
         self.called[index] |= any(delta.tool_calls for delta in deltas)
         return deltas
 

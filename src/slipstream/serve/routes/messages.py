@@ -23,7 +23,7 @@ from slipstream.serve.messages import (
     MessageUsage,
 )
 from slipstream.serve.output import ERRORS, Answering, answered, completed, event, finish_reason, streams
-from slipstream.serve.readers import as_message, joined, parts_of
+from slipstream.serve.readers import as_message, parts_of, read_all
 from slipstream.serve.schema import ChatRequest
 from slipstream.serve.state import ServerState, state_of
 from slipstream.serve.tools import Tools
@@ -61,7 +61,7 @@ class _MessageAnswer(Answering):
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
         [pieces] = texts
-        message = as_message([delta for piece in pieces for delta in self.reader(piece)])
+        message = as_message(read_all(self.reader, pieces))
         blocks = []
         if message.reasoning_content:
             blocks.append(ContentBlock(type="thinking", thinking=message.reasoning_content, signature=""))
@@ -106,7 +106,7 @@ class _MessageAnswer(Answering):
             index, open_kind, called, completion = -1, "", False, None
             async for _, pieces in self.call.rounds():
                 completion = pieces[-1].completion
-                for delta in joined([delta for piece in pieces for delta in self.reader(piece)]):
+                for delta in read_all(self.reader, pieces):
                     for kind, text, call in parts_of(delta):
                         if kind != open_kind or call:
                             if open_kind:

@@ -11,7 +11,7 @@ from slipstream.serve.chats import begun
 from slipstream.serve.faults import BadRequest, ServeError
 from slipstream.serve.json_route import JsonRoute, Once, off_loop
 from slipstream.serve.output import ERRORS, Answering, answered, completed, event, finish_reason, streams
-from slipstream.serve.readers import Reader, joined
+from slipstream.serve.readers import Reader, read_all
 from slipstream.serve.response_output import (
     Incomplete,
     ResponseAnswer,
@@ -170,9 +170,7 @@ class _ResponseAnswer(Answering):
 
     def _read(self, pieces: Sequence[Piece]) -> list[Told]:
         """Add the pieces of a round to the output -> the events that tell of them; the last ones end it."""
-        told: list[Told] = []
-        for delta in joined([delta for piece in pieces for delta in self.reader(piece)]):
-            told += self.output.add(delta)
+        told = [each for delta in read_all(self.reader, pieces) for each in self.output.add(delta)]
         completion = pieces[-1].completion
         return told if completion is None else [*told, *self.output.end(_status(completion))]
 
