@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from math import inf
 from operator import mul
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -20,7 +21,7 @@ from slipstream.core.values import OptionError, is_whole
 
 FAST, SLOW = 0.94, 0.99  # how much counts keep per round: of what holds now (a row, the load), and of what lasts
 WEIGHT = 6.0  # the number of tests as which what is known of all positions, or all rows, counts for a single one
-ENOUGH = 3  # measurements after which a time is known: the first run of a shape is slow, and a median needs three
+ENOUGH = 3  # measurements after which a time is known: the first ones of a shape are slow
 STALL = 2.0  # a time counts as at most so many times the usual one, and at least its inverse: machines stall
 CREDIT = 12.0  # plain rounds that drafts may lose before they gain: a few tries, and reading the texts of a batch
 
@@ -63,16 +64,15 @@ class Chances:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """A usual time: the median of the first measurements, which later ones move less and less."""
+    """A usual time: the least of the first ones (to record a shape's program takes long), which later ones move."""
 
     count: int = 0
-    level: float = 0.0
-    first: tuple[float, ...] = ()
+    level: float = inf
 
     def learn(self, seconds: float) -> Time:
-        count, first = self.count + 1, (*self.first, seconds)
+        count = self.count + 1
         if count <= ENOUGH:
-            return Time(count, sorted(first)[(count - 1) // 2], first)
+            return Time(count, min(self.level, seconds))
         return Time(count, self.level + (limited(seconds, self.level) - self.level) * max(1 / count, 1 - SLOW))
 
 
@@ -120,6 +120,9 @@ class Learned:
             drafts = self.known("draft", drafting)
         depths = range(1 + min(most, max(1, 2 * max(rest))))
         return [_at(rest, depth, free=1) + _at({0: 0.0, **drafts}, depth, free=0) for depth in depths]
+
+    def tested(self, sampled: bool) -> bool:
+        return sum(self.stands.get(sampled, Chances()).tested) >= WEIGHT
 
     def to_read(self, row: Row) -> float:
         seconds, tokens = self.reading
@@ -173,7 +176,7 @@ class Adaptive:
         if plain is None or state.since * self.budget >= 1:
             return nothing
         credit = CREDIT * plain if state.credit is None else state.credit
-        drafting = self._affordable(state, rows, credit - plain, kind.sampled)
+        drafting = affordable = self._affordable(state, rows, credit - plain, kind.sampled)
         outlook = _Outlook.of(state, rows, drafting, self.most)
         best = outlook.best(1 + self.budget)
         worth = [row for row in drafting if outlook.pays(row, best, state.to_read(row))]
@@ -183,20 +186,18 @@ class Adaptive:
         if not best:
             if state.wait > 0:
                 return nothing
-            drafting = [min(rows, key=state.to_read)]
-            outlook = _Outlook.of(state, rows, drafting, self.most)
+            drafting, outlook = affordable, _Outlook.of(state, rows, affordable, self.most)
             best = outlook.best(0.0)
         if outlook.seconds[best] - plain + sum(map(state.to_read, drafting)) > credit:
             return nothing
         return [best if row in drafting else 0 for row in rows]
 
     def _affordable(self, state: Learned, rows: Sequence[Row], credit: float, sampled: bool) -> list[Row]:
-        """Return the rows whose texts the draft can read within the credit; one while hardly a token was tested."""
+        """Return the rows whose texts the draft can read within the credit, or one; one while little was tested."""
         ordered = sorted(rows, key=state.to_read)
-        if sum(state.stands.get(sampled, Chances()).tested) < WEIGHT:
-            return ordered[:1]
-        costs = accumulate(map(state.to_read, ordered))
-        return [row for row, cost in zip(ordered, costs, strict=True) if cost <= max(0.0, credit)]
+        costs = zip(ordered, accumulate(map(state.to_read, ordered)), strict=True)
+        found = [row for row, cost in costs if cost <= max(0.0, credit)] if state.tested(sampled) else []
+        return found or ordered[:1]
 
     def update(self, state: Learned, round: Round) -> Learned:
         drafting = [row for row, gamma in zip(round.rows, round.gammas, strict=True) if gamma]
@@ -219,8 +220,8 @@ class Adaptive:
         drafts = zip(round.rows, round.tokens, round.gammas, strict=True)
         unread = sum(len(row.tokens) - len(new) - state.read.get(row.index, 0) for row, new, gamma in drafts if gamma)
         who, draft = RoundKind.of(drafting) if drafting else kind, round.seconds["draft"]
-        rest = {("rest", kind): sum(round.seconds.values()) - draft - round.reading}
-        parts = {**rest, ("draft", who): draft} if drafting else rest
+        parts = {("rest", kind): sum(round.seconds.values()) - draft - round.reading}
+        parts |= {("draft", who): draft} if drafting else {}
         known = [time for part in parts if (time := state.times.get(part, {}).get(depth)) and time.count >= ENOUGH]
         usual, took, load, times = sum(time.level for time in known), sum(parts.values()), state.load, dict(state.times)
         if depth or not drafting:  # a drafter that found nothing has made neither a draft nor a plain round
@@ -234,15 +235,14 @@ class Adaptive:
             reading = SLOW * reading[0] + round.reading / load, SLOW * reading[1] + unread
         since = state.since + 1 if drafting else 0
         learned: dict[str, Any] = {"times": times, "load": load, "reading": reading, "since": since}
-        first = times.get(("rest", kind), {}).get(0, Time())
-        if first.count < ENOUGH:
+        now = replace(state, times=times)
+        if (plain := now.known("rest", kind).get(0)) is None:
             return learned
-        plain, now = first.level, replace(state, times=times)
         took = min(took / load, STALL * now.costs(kind, who, depth)[-1])
         lost = took + unread * reading[0] / max(1.0, reading[1]) - plain * sum(map(len, round.tokens)) / len(round.rows)
-        stood = sum(round.accepted) == sum(round.gammas)
         credit = CREDIT * plain if state.credit is None else state.credit
         credit += self.budget * took - (lost if drafting else 0.0)
+        stood = sum(round.accepted) == sum(round.gammas) or not state.tested(kind.sampled)  # few tests show nothing
         wait = state.wait - took if not drafting else 0.0 if stood else max(0.0, lost / self.budget)
         return learned | {"credit": max(-CREDIT * plain, credit), "wait": wait}
 
