@@ -44,6 +44,7 @@ from slipstream.drafters.specification import drafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import alone, load
 from slipstream.measure.environment import environment
+from slipstream.measure.replay import request_for
 from slipstream.measure.timing import beats
 from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
 from slipstream.plan.predict import AcceptanceCounts, PlanCosts, predict
@@ -138,7 +139,7 @@ def distance(remote: RemoteDrafter, text: tuple[int, ...], gamma: int) -> float:
 
 def measured(engine: Engine, local: Any, task: PlanTask, most: int) -> tuple[list[AcceptanceCounts], PlanCosts]:
     """Measure acceptance and costs with the draft in this process."""
-    plain, [record], _ = sweep(engine.decoder, [local], task, most, lambda name: None)
+    plain, [record] = sweep(engine.decoder, [local], task, most, lambda name: None)
     return record.tallies, record.costs(plain)
 
 
@@ -205,7 +206,7 @@ def lines(
                 "difference": factor / prediction.factor - 1,
                 "difference_on_one_machine": factor / on_one_machine.factor - 1,
                 "target_slower": place.slower,
-                "tokens_per_call": sum((ours for _, ours in pairs), Speed()).per_call,
+                "tokens_per_call": sum(ours.tokens for _, ours in pairs) / sum(ours.rounds for _, ours in pairs),
                 "tokens_per_call_predicted": prediction.tokens_per_call,
                 "longest_delay_ms": 1000 * (outlook.longest_delay or 0.0),
             }
@@ -219,9 +220,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     place, dtype = alone(args.target, args.dtype)
     engine = load(place, dtype=dtype)
     context = BuildContext(engine.decoder.target, engine.tokenizer, dtype)
-    texts = tuple(engine.encode(prompt) for prompt in list(PROMPTS)[: args.texts])
-    sampler = Sampling(temperature=args.temperature)
-    task = PlanTask(texts, 1, args.max_new_tokens, sampler, frame=engine.frame)
+    sampler, prompts = Sampling(temperature=args.temperature), list(PROMPTS)[: args.texts]
+    texts = tuple(request_for(engine.encode(prompt), sampler, args.max_new_tokens) for prompt in prompts)
+    task = PlanTask(texts, 1)
     local, table = drafter(args.draft, context), list[dict[str, Any]]()
     known = measured(engine, local, task, max(args.gamma))
     serve = ("-m", "slipstream", "serve-draft", "--draft", args.draft, "--dtype", str(dtype), "--port", "0", "--json")
@@ -233,7 +234,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 far = drafter(name, context)
                 assert isinstance(far, RemoteDrafter)
                 most = max(args.gamma)
-                away = distance(far, texts[0], most)
+                away = distance(far, texts[0].prompt, most)
                 spot = Place(added, away, slowdown(engine, local, far, task, most))
                 found = compare(engine, far, task, args.gamma, args.repetitions)
                 table += lines(spot, known, found, args.max_new_tokens)

@@ -16,7 +16,7 @@ def test_a_target_may_draft_for_itself() -> None:
     for model, bits in ((tiny(FAMILIES["llama"]), 4), (tiny(SEQ2SEQ["t5"]), 8), (tiny(SEQ2SEQ["whisper"]), 8)):
         [said] = self_draft_proposal(CausalScorer(model, "toy"), least=0)
         assert said.startswith(f"toy decodes without a draft; draft='int{bits}' (--draft int{bits})")
-        assert ("slipstream plan" in said) == (model.config.model_type != "whisper")  # plans read no recordings
+        assert "slipstream plan" in said
         assert self_draft_proposal(CausalScorer(quantized(model, Precision(8, 64)), "toy"), 0) == [said] * (bits < 8)
 
 

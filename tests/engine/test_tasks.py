@@ -277,18 +277,13 @@ def test_the_check_passes_and_its_controls_fail(pair: tuple[str, str], encoder: 
 
 
 @pytest.mark.slow
-def test_the_benchmark_counts_the_same_tokens_for_all(pair: tuple[str, str]) -> None:
+def test_the_benchmark_counts_the_same_tokens_for_all_and_a_plan_is_made(pair: tuple[str, str]) -> None:
     settings = replace(QUICK, batches=(1, 2), gammas=(2,), max_new_tokens=8, repetitions=1, temperatures=(0.0,))
-    report = measure(slipstream.load(*pair, dtype="float32"), SOURCES, settings)
+    engine = slipstream.load(*pair, dtype="float32")
+    report = measure(engine, SOURCES, settings)
     raced = {"slipstream plain", "slipstream speculative", "transformers generate"}
     assert {row.contender for row in report.rows} == raced
     assert all(row.matches_plain == row.matches_transformers == len(SOURCES) for row in report.rows)
-
-
-@pytest.mark.slow
-def test_a_plan_is_made(pair: tuple[str, str]) -> None:
-    engine = slipstream.load(*pair, dtype="float32")
-    settings = PlanSettings(gammas=(1, 2), batches=(1,), max_new_tokens=8, repetitions=1)
-    report = make(engine, {"small": engine.decoder.drafter}, SOURCES, settings)
-    assert report.gammas.keys() == {1}
-    assert report.prompt_tokens == (2, 14)
+    planning = PlanSettings(gammas=(1, 2), batches=(1,), max_new_tokens=8, repetitions=1)
+    plan = make(engine, {"small": engine.decoder.drafter}, SOURCES, planning)
+    assert plan.gammas.keys() == {1} and plan.texts == "prompts of 2 to 14 tokens + 8 new"

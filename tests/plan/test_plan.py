@@ -35,6 +35,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import load as engine_room
 from slipstream.engine.plan_file import Plan
 from slipstream.measure import timing
+from slipstream.measure.replay import request_for
 from slipstream.measure.timing import Beat
 from slipstream.models.causal import CausalScorer
 from slipstream.plan import measure, predict
@@ -133,6 +134,19 @@ def test_known_alpha_is_found_and_the_prediction_holds(clock: Clock, alpha: floa
     assert checked.round == pytest.approx(outlook.best.round, rel=0.05)
 
 
+def test_what_was_drafted_beyond_an_end_is_not_tested(clock: Clock) -> None:
+    engine, drafter = pair(clock, (0.7, 0.3), (0.7, 0.3))
+    outlook = make(engine, {"copy": drafter}, TEXTS, QUICK, temperature=1.0, stop_token_ids=[1]).outlooks[1]["copy"]
+    assert outlook.survival == (1, 1, 1, 1) and outlook.best.tokens_per_call < 5  # the texts have 3.3 tokens
+
+
+def test_sources_take_as_long_with_a_draft() -> None:
+    """Amdahl's law: 5 s of reading and 10 steps of 1 s, or 5 rounds of 1 s that write 2 tokens."""
+    costs = PlanCosts(1, (replace(beat(1, new=1), sources=5.0), beat(1)), (beat(2), beat(2)), (1,))
+    found = predict.predict([AcceptanceCounts((9,), (9,), 9.0, 9)] * 2, costs, (1,), 10, replicates=9).best
+    assert found.long == 2 and found.low == found.factor == found.high == pytest.approx(15 / 10)
+
+
 def test_a_useless_draft_is_not_planned(clock: Clock) -> None:
     engine, drafter = pair(clock, (1, 0), (0, 1))
     report = make(engine, {"wrong": drafter}, TEXTS, QUICK)
@@ -156,7 +170,9 @@ def test_the_better_of_two_drafts_is_chosen(clock: Clock) -> None:
 
 def test_rows_that_run_together(clock: Clock) -> None:
     engine, drafter = pair(clock, (0.7, 0.3), (0.7, 0.3))
-    report = make(engine, {"copy": drafter}, TEXTS, replace(QUICK, batches=(1, 3)))
+    seen, settings = list[tuple[int, int]](), replace(QUICK, batches=(1, 3), repetitions=2)
+    report = make(engine, {"copy": drafter}, TEXTS, settings, lambda done, count, name: seen.append((done, count)))
+    assert seen == [(i, len(seen)) for i in range(len(seen))]
     alone, three = (report.outlooks[rows]["copy"] for rows in (1, 3))
     assert three.costs.startup == pytest.approx(READING)
     assert {beat.rows for beat in three.costs.speculative} == {3}
@@ -197,14 +213,6 @@ def test_sweep_asks_for_everything() -> None:
         asked += controller.gammas(state, [None])  # type: ignore[list-item]
         state = controller.update(state, None)  # type: ignore[arg-type]
     assert asked.count(5) == 7 and set(asked) == {1, 2, 3, 4, 5}
-
-
-def test_steps_are_counted(clock: Clock) -> None:
-    engine, drafter = pair(clock, (1, 0), (1, 0))
-    seen: list[tuple[int, int]] = []
-    settings = replace(QUICK, batches=(1, 5), repetitions=2)
-    make(engine, {"a": drafter}, TEXTS, settings, lambda done, count, name: seen.append((done, count)))
-    assert seen == [(i, len(seen)) for i in range(len(seen))]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +362,7 @@ def test_intervals_cover() -> None:
 def test_measured_acceptance_counts_room(clock: Clock) -> None:
     """Rounds near the end have room for less; what they could not test is not counted as refused."""
     engine, drafter = pair(clock, (1, 0), (1, 0))
-    task = PlanTask(tuple(map(tuple, TEXTS)), 1, 7, Sampling())
+    task = PlanTask(tuple(request_for(tuple(text), Sampling(), 7) for text in TEXTS), 1)
     _, (record,) = sweep(engine.decoder, [drafter], task, 5, lambda name: None)
     assert survival(record.tallies) == [1] * 5
     assert all(tuple(tally.kept) == tuple(tally.tested) for tally in record.tallies)
@@ -416,13 +424,6 @@ def with_models(plan: Plan, **models: Any) -> Plan:
     return replace(plan, models=replace(plan.models, **models))
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    PLAN.save(file)
-    assert Plan.read(file) == PLAN
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -452,6 +453,7 @@ def test_load_follows_a_plan(tmp_path: Path) -> None:
     target, draft = tiny(FAMILIES["llama"]), tiny(FAMILIES["llama"], seed=1)
     plan = replace(with_models(PLAN, target="any", dtype="auto"), gammas={1: 3, 2: 1})
     plan.save(tmp_path / "p.json")
+    assert Plan.read(tmp_path / "p.json") == plan and [each.name for each in tmp_path.iterdir()] == ["p.json"]
     engine = load(target, draft, plan=tmp_path / "p.json")
     assert engine.decoder.controller == Planned({1: 3, 2: 1}) and engine.rule.name == "token"
     widths: list[int] = []
@@ -548,31 +550,28 @@ def test_ctrl_c_leaves_no_traceback(
         (["--target", "org/big"], "there is nothing to plan without a draft"),
         (["one prompt"], "a plan needs 2 prompts or more here"),
         (["--chat"], "--chat wraps prompts, and there are none"),
+        (["--chat", "--audio", "x"], "recordings are planned for, so --chat cannot be used"),
+        (["--language", "de"], "prompts are texts, so --language cannot be used"),
         (["--save", "no/where/plan.json"], "cannot write no/where/plan.json: there is no folder no/where"),
         (["--save", "."], "cannot write .: it is a folder"),
     ],
 )
-def test_errors_are_one_sentence(
-    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
-) -> None:
-    monkeypatch.setattr(Engine, "encode", lambda self, prompt: (1, 2))
+def test_errors_are_one_sentence(command: Callable[..., Result], arguments: list[str], sentence: str) -> None:
     result = command("plan", *arguments)
     assert result.exit_code == 2, result.output
     assert sentence in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
 
 
-MEASURED: dict[str, list[str]] = {  # what only a measurement uses
-    "PROMPT": ["a prompt"],
-    **{name: [name, "1"] for name in ("--prompts", "--target", "--draft", "--batch", "--verify", "--device", "--task")},
-    **{name: [name, "2"] for name in ("--max-new-tokens", "--sample", "--seed", "--repetitions")},
-    **{f"--{name.replace('_', '-')}": [f"--{name.replace('_', '-')}", "1"] for name in SHAPES},
-    **{name: [name, "float32"] for name in ("--dtype", "--encoder-dtype")},
-    **{name: [name, "int8"] for name in ("--quantize", "--kv-dtype")},
-    **{name: [name] for name in ("--chat", "--compile", "--quick", "--force", "--trust-remote-code", "--dequantize")},
-    **{name: [name, "file"] for name in ("--save", "--adapter")},
-    "--device-map": ["--device-map", "auto"],
-    "--activations": ["--activations", "float"],
-    "--generation-config": ["--generation-config", "none"],
+COMMAND = next(each for each in cli.app.registered_commands if each.callback and each.callback.__name__ == "plan")
+PARAMETERS = typer.main.get_command_from_info(COMMAND, pretty_exceptions_short=True, rich_markup_mode=None).params
+BOTH = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan", "--step-ms", "--network-ms"}
+VALUES = dict.fromkeys(["--dtype", "--encoder-dtype"], "float32") | {"--kv-dtype": "int8", "--activations": "float"}
+VALUES |= {f"--{name.replace('_', '-')}": "1" for name in SHAPES}
+MEASURED: dict[str, list[str]] = {"PROMPT": ["a prompt"]}  # what only a measurement uses
+MEASURED |= {
+    each.opts[0]: [each.opts[0], *([] if each.is_flag else [VALUES.get(each.opts[0], "2")])]
+    for each in PARAMETERS
+    if each.param_type_name == "option" and each.opts[0] not in BOTH | {"--threads"}
 }
 
 
@@ -612,15 +611,6 @@ def test_command_for_a_draft_elsewhere(command: Callable[..., Result], small: li
         assert wrong.exit_code == 2 and "go together" in wrong.stderr
 
 
-def test_every_option_of_plan_belongs_to_a_mode() -> None:
-    plan = next(each for each in cli.app.registered_commands if each.callback and each.callback.__name__ == "plan")
-    command = typer.main.get_command_from_info(plan, pretty_exceptions_short=True, rich_markup_mode=None)
-    options = {parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"}
-    ours = {"--alpha", "--cost", "--operations-cost", "--curve", "--gamma", "--json", "--plan"}
-    ours |= {"--step-ms", "--network-ms", "--threads"}
-    assert options == ours | set(MEASURED) - {"PROMPT"}
-
-
 def test_figures_need_no_torch() -> None:
     source = "import sys; sys.modules['torch'] = None; from slipstream.cli import main; main()"
     command = [sys.executable, "-c", source, "plan", "--alpha", "0.8", "--cost", "0.05", "--json"]
@@ -652,7 +642,7 @@ def test_warm_up_visits_every_width(clock: Clock) -> None:
     engine.decoder.target.extend = lambda tokens, *rest, **named: (  # type: ignore[method-assign]
         widths.append(tokens.shape[1]) or extend(tokens, *rest, **named)
     )
-    task = PlanTask(tuple(map(tuple, TEXTS)), 1, 30, Sampling(temperature=1.0))
+    task = PlanTask(tuple(request_for(tuple(text), Sampling(temperature=1.0), 30) for text in TEXTS), 1)
     measure.warm_up(engine.decoder, [drafter], task, 6, lambda name: None)
     assert set(widths) == set(range(1, 8))
     assert engine.decoder.target.lengths == []

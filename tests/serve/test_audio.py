@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 import slipstream
 from serve.conftest import ServerProcess
 from slipstream.engine import transcription
+from slipstream.engine.plan_file import Plan
 from slipstream.models.loading.pairings import EMBEDDED
 from terminal import run
 from toys import SEQ2SEQ, WHISPER, Family, rare, tiny
@@ -71,22 +74,26 @@ def sound(seconds: float, rate: int = RATE, channels: int = 1) -> bytes:
     return file.getvalue()
 
 
-def test_a_transcription_is_the_models_own(listening: ServerProcess, folder: Path) -> None:
-    client, content = listening.client(), sound(0.3)
-    model = slipstream.load(str(folder)).decoder.target.model
-    samples = np.frombuffer(content[44:], "<i2") / 32768
+def by_transformers(folder: Path, content: bytes, begin: Sequence[int], timed: bool = False) -> list[int]:
+    """The tokens, without the end, of transformers' own greedy decoding of a sound of one window."""
+    model, samples = slipstream.load(str(folder)).decoder.target.model, np.frombuffer(content[44:], "<i2") / 32768
     extractor = WhisperFeatureExtractor.from_pretrained(folder)
     features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = torch.tensor([[model.config.decoder_start_token_id, *begin]])
+    rules = [WhisperTimeStampLogitsProcessor(model.generation_config, first.shape[1])] if timed else []
+    how = {"do_sample": False, "max_new_tokens": 128 - first.shape[1], "logits_processor": LogitsProcessorList(rules)}
+    made = GenerationMixin.generate(model, input_features=features, decoder_input_ids=first, **how)
+    return [token for token in made[0, first.shape[1] :].tolist() if token != END]
+
+
+def test_a_transcription_is_the_models_own(listening: ServerProcess, folder: Path) -> None:
+    client, content = listening.client(), sound(0.3)
     for language, token in ((None, ENGLISH), ("de", GERMAN)):
-        begin = torch.tensor([[model.config.decoder_start_token_id, token, TRANSCRIBE, SILENT]])
-        alone = GenerationMixin.generate(
-            model, input_features=features, decoder_input_ids=begin, do_sample=False, max_new_tokens=124
-        )
-        expected = tokenizer.decode(alone[0, 4:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        alone = by_transformers(folder, content, (token, TRANSCRIBE, SILENT))
+        decoded = AutoTokenizer.from_pretrained(folder).decode(alone, skip_special_tokens=True)
         more = {} if language is None else {"language": language}
         found = client.audio.transcriptions.create(model="w", file=("x.wav", content), **more)
-        assert found.text == expected.strip()
+        assert found.text == decoded.strip()
 
 
 def test_long_sound_is_read_in_windows_and_other_rates_are_converted(listening: ServerProcess) -> None:
@@ -117,28 +124,9 @@ def test_what_cannot_be_heard(listening: ServerProcess, content: bytes, more: di
     assert caught.value.param == field, caught.value.message
 
 
-def timed_by_transformers(folder: Path, content: bytes) -> list[int]:
-    """The tokens, with times, of transformers' own greedy decoding of a sound of one window, without the end."""
-    model = slipstream.load(str(folder)).decoder.target.model
-    samples = np.frombuffer(content[44:], "<i2") / 32768
-    extractor = WhisperFeatureExtractor.from_pretrained(folder)
-    features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
-    begin = torch.tensor([[model.config.decoder_start_token_id, ENGLISH, TRANSCRIBE]])
-    rules = WhisperTimeStampLogitsProcessor(model.generation_config, begin.shape[1])
-    tokens = GenerationMixin.generate(
-        model,
-        input_features=features,
-        decoder_input_ids=begin,
-        do_sample=False,
-        max_new_tokens=125,
-        logits_processor=LogitsProcessorList([rules]),
-    )
-    return [token for token in tokens[0, begin.shape[1] :].tolist() if token != END]
-
-
 def test_times_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     content = sound(0.9)
-    expected = timed_by_transformers(folder, content)
+    expected = by_transformers(folder, content, (ENGLISH, TRANSCRIBE), timed=True)
     assert sum(token > SILENT for token in expected) > 2
     texts = [token for token in expected if token < SILENT]
     (tmp_path / "x.wav").write_bytes(content)
@@ -207,6 +195,33 @@ def test_the_command_writes_down_files(folder: Path, tmp_path: Path, form: str) 
     else:
         wanted = expected.text if form == "text" else getattr(expected, form)()
         assert done.stdout.strip() == wanted.strip()
+
+
+def test_a_plan_for_recordings(folder: Path, tmp_path: Path) -> None:
+    files, saved = [str(tmp_path / f"{name}.wav") for name in "xy"], str(tmp_path / "plan.json")
+    for file, seconds in zip(files, (0.9, 2.5), strict=True):
+        Path(file).write_bytes(sound(seconds))
+    models = ("--target", str(folder), "--draft", str(folder), "--gamma", "2", "--repetitions", "1", "--save", saved)
+    assert not run("plan", *models, "--audio", files[0], "--audio", files[1], "--language", "de").exit_code
+    made = Plan.read(saved)
+    outlook = made.figures["outlooks"]["3"][str(folder)]
+    assert made.figures["texts"] == "4 windows of sound" and set(made.gammas) == {1, 3}
+    assert outlook["survival"] == [1, 1] and outlook["source_milliseconds"] > 0
+    replace(made, models=replace(made.models, draft=str(folder)), gammas={1: 0, 3: 2}).save(saved)
+    expected = slipstream.load(str(folder)).transcribe(files[1], language="de").text
+    assert run("transcribe", files[1], "--plan", saved, "--language", "de").stdout.strip() == expected.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [each] if (each := os.environ.get("SLIPSTREAM_WHISPER")) else [])
+def test_a_plan_for_a_real_whisper(given: str, tmp_path: Path) -> None:
+    """SLIPSTREAM_WHISPER=MODEL:FILE:... names it and recordings."""
+    (model, *files), saved = given.split(os.pathsep), str(tmp_path / "plan.json")
+    audio = [word for file in files for word in ("--audio", file)]
+    assert run("plan", "--target", model, "--draft", "int8", "--quick", "--save", saved, *audio).exit_code == 0
+    assert all(each["int8"]["alpha"] > 0.9 for each in Plan.read(saved).figures["outlooks"].values())
+    texts = [run("transcribe", *files, *how).stdout for how in (("--target", model), ("--plan", saved))]
+    assert texts[0] == texts[1] != ""
 
 
 def test_what_the_command_cannot_hear_is_told_in_a_sentence(folder: Path, tmp_path: Path) -> None:

@@ -136,6 +136,11 @@ Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Tex
 PROMPTS = own(str | None, None, "More prompts, one per line; - is stdin.", "FILE", "--prompts")
 CHAT = own(bool, False, "Wrap the prompts in the target's chat template.")
 Asked = panel(None, file=PROMPTS, chat=CHAT)
+Spoken = panel(
+    None,
+    language=own(str | None, None, "The language spoken, as de; English without it.", "CODE"),
+    translate=own(bool, False, "Write English for any spoken language."),
+)
 BATCH = own(list[int] | None, None, "Prompts that run together. Repeatable.", "N", min=1)
 FORCE = own(bool, False, "Replace an existing file that is of another kind; never an input.")
 REPORT_JSON = own(bool, False, "The report as one JSON object.", flag="--json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -33,6 +35,7 @@ Work = opt.panel(
     None,
     file=opt.PROMPTS,
     chat=opt.CHAT,
+    audio=opt.own(list[Path] | None, None, "Recordings, to plan for transcribe, not for prompts. Repeatable.", "FILE"),
     repetitions=opt.own(int | None, None, "Runs of the choice against plain; 3.", "N", min=1),
     quick=opt.own(bool, False, "Under a minute: 8 prompts, 48 tokens, gamma up to 8."),
     network_ms=opt.own(
@@ -58,8 +61,6 @@ FigureOptions = opt.panel(  # options any of which selects a plan from known fig
     curve=opt.own(str | None, None, "T(rows)/T(1) for 1, 2, .. rows; without: all 1.", "1,X,.."),
     step_ms=opt.own(float | None, None, "Milliseconds of a target step, for --network-ms.", "X", min=0.001),
 )
-
-ONLY_FIGURES = {*FigureOptions}
 Output = opt.panel(
     "Output",
     saved_plan=opt.own(str | None, None, "Show this plan; measure nothing.", "FILE", "--plan"),
@@ -71,7 +72,7 @@ Output = opt.panel(
 
 @app.command()
 @opt.with_options(
-    *(Work, Planned, Texts, FigureOptions, opt.options_of(["target", "verify"], verify="block")),
+    *(Work, opt.Spoken, Planned, Texts, FigureOptions, opt.options_of(["target", "verify"], verify="block")),
     *(
         opt.grouped("compile", "task", "threads", "target", without=["tp_plan"]),
         opt.options_of([*SHAPES, "seed"]),
@@ -82,6 +83,8 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
     """Measure acceptance and costs, predict the speed of every gamma, choose, and run the choice.
 
     Example: slipstream plan --target TARGET --draft DRAFT --prompts prompts.jsonl --save plan.json
+
+    Example: slipstream plan --target openai/whisper-small --draft int8 --audio talk.wav --save plan.json
 
     Example: slipstream plan --alpha 0.8 --cost 0.05
     """
@@ -100,13 +103,20 @@ def plan(context: typer.Context, prompts: opt.Prompts = None) -> None:
     if params["save"] is not None:
         check_writable(params["save"], KIND, params["force"], [params["file"]] if params["file"] else [])
     most = params["sample"] or (QUICK_PROMPTS if params["quick"] else PROMPTS)
-    texts = _prompts(prompts or [], params["file"], params["chat"], most)
+    of_prompts, of_sound = ("prompts", "file", "chat", "max_new_tokens"), ("language", "translate")
+    foreign, what = (of_prompts, "recordings are planned for") if params["audio"] else (of_sound, "prompts are texts")
+    opt.refuse_others(context, params.keys() - foreign, what)
+    texts = [] if params["audio"] else _prompts(prompts or [], params["file"], params["chat"], most)
     with busy("loading"):
         models = opt.asked_models(context, draft=None, gamma=None)
         engine, drafters = _load(models, params["draft"] or [], settings.sizes)
+        options = dict[str, Any]()
+        if params["audio"]:
+            texts, rows, options = _windows(engine, params, most)
+            settings = settings if params["batch"] else replace(settings, batches=rows)
     try:
         with steps() as on_step:
-            report = make(engine, drafters, texts, settings, on_step)
+            report = make(engine, drafters, texts, settings, on_step, **options)
     except KeyboardInterrupt:
         say("interrupted: too little was measured for a plan.")
         raise typer.Exit(INTERRUPTED) from None
@@ -123,10 +133,9 @@ def _answered_at_once(context: typer.Context) -> bool:
     """Answer from figures alone or from a saved plan, if the options say so -> whether they did.
     Raises ValueError for options that do not go together."""
     params = context.params
-    if not ONLY_FIGURES.isdisjoint(opt.written_parameters(context)):
-        opt.refuse_others(
-            context, ONLY_FIGURES | {"gamma", "network_ms", "as_json"}, "a plan from figures alone measures no models"
-        )
+    if not FigureOptions.keys().isdisjoint(opt.written_parameters(context)):
+        allowed = FigureOptions.keys() | {"gamma", "network_ms", "as_json"}
+        opt.refuse_others(context, allowed, "a plan from figures alone measures no models")
         from_figures(params)
         return True
     if params["saved_plan"] is None:
@@ -144,8 +153,28 @@ def _prompts(prompts: Sequence[str], file: str | None, chat: bool, most: int) ->
             raise ValueError("--chat wraps prompts, and there are none: give a PROMPT or --prompts FILE.")
         return list(OWN)
     items = usable(gather(prompts, file, chat))
-    count = min(most, len(items))
-    return [items[place * len(items) // count].prompt for place in range(count)]
+    return [items[place].prompt for place in _evenly(len(items), most)]
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    chosen = min(most, count)
+    return [place * count // chosen for place in range(chosen)]
+
+
+def _windows(engine: Engine, params: dict[str, Any], most: int) -> tuple[list[Any], tuple[int, ...], dict[str, Any]]:
+    """Return windows of the recordings, how many of the shortest and the longest run together, and a call's options."""
+    from slipstream.engine.transcription import Transcriber
+
+    transcriber = Transcriber.of(engine.decoder.target, engine.tokenizer)
+    options = transcriber.options(params["language"], "translate" if params["translate"] else "transcribe", False)
+    with ExitStack() as files:
+        sounds = [files.enter_context(transcriber.opened(file)) for file in params["audio"]]
+        counts = [transcriber.count(sound) for sound in sounds]
+        every = [(sound, number) for sound, count in zip(sounds, counts, strict=True) for number in range(count)]
+        chosen = [every[place] for place in _evenly(len(every), most)]
+        windows = [next(transcriber.windows(sound, [number])) for sound, number in chosen]
+    together = {min(count, engine.decoder.batch_size, len(windows)) for count in (min(counts), max(counts))}
+    return windows, tuple(sorted(together)), {**options, "ignore_eos": False}
 
 
 def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -> tuple[Engine, dict[str, Drafter]]:
@@ -245,7 +274,7 @@ LEGEND = (
 def _show(report: PlanReport, screen: Console) -> None:
     from slipstream.plan.predict import spread
 
-    settings, (least, longest) = report.settings, report.prompt_tokens
+    settings = report.settings
     for rows, by_draft in report.outlooks.items():
         for name, outlook in by_draft.items():
             head = f"\ndraft {name}, {rows} {'rows' if rows > 1 else 'row'}, temperature "
@@ -255,7 +284,8 @@ def _show(report: PlanReport, screen: Console) -> None:
             screen.print("kept at least i tokens: " + " ".join(f"{chance:.2f}" for chance in outlook.survival))
             plain = f"plain step {1000 * outlook.costs.step:.1f} ms, T(1) {1000 * outlook.costs.single:.1f} ms"
             startup = 1000 * outlook.costs.startup
-            screen.print(f"{plain}; once per text the draft reads the prompt: {startup:.1f} ms")
+            read = f", the target its source: {1000 * outlook.costs.source:.1f} ms" if outlook.costs.source else ""
+            screen.print(f"{plain}; once per text the draft reads the prompt: {startup:.1f} ms{read}")
             table = figures_table("gamma", "iid", "per call", "T(n)/T(1)", "c", "round", "x plain", "95 %", "long")
             for each in outlook.predictions:
                 mark = "*" if each is outlook.best else " "
@@ -269,11 +299,9 @@ def _show(report: PlanReport, screen: Console) -> None:
         best, farthest = outlook.best, outlook.longest_delay
         predicted = f"{best.factor:.2f} x plain ({best.low:.2f}-{best.high:.2f})"
         choice = f"draft {report.draft}, gamma {gamma}: {predicted} is predicted."
-        if not gamma and best.factor <= 1:
-            choice = f"do not speculate: the best, gamma {best.gamma}, would be {predicted}."
-        elif not gamma:
-            doubt = "but that is not certain to be a gain"
-            choice = f"do not speculate: gamma {best.gamma} may be {predicted}, {doubt}."
+        if not gamma:
+            doubt = f"would be {predicted}" if best.factor <= 1 else f"may be {predicted}, but that is not certain"
+            choice = f"do not speculate: the best, gamma {best.gamma}, {doubt}."
         screen.print(f"\n{where}: {choice}", style="bold")
         if settings.network_ms is not None and farthest is not None:  # it was not run there: nothing was verified
             away = about_distance(settings.network_ms, 1000 * farthest)
@@ -283,8 +311,7 @@ def _show(report: PlanReport, screen: Console) -> None:
                 screen.print(_outcome(run))
     facts = report.environment
     place = f"{facts['device']}: {facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
-    what = f"{facts['rule']} verification; prompts of {least} to {longest} tokens + {settings.max_new_tokens} new"
-    screen.print(f"\n{place}; torch {facts['torch']}; {what}", style="dim")
+    screen.print(f"\n{place}; torch {facts['torch']}; {facts['rule']} verification; {report.texts}", style="dim")
 
 
 def _outcome(each: MeasuredComparison) -> str:

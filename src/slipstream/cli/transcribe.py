@@ -1,47 +1,29 @@
 """`slipstream transcribe`: sound files to text, or to subtitles, by a Whisper with a draft."""
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from slipstream.cli import options as opt
 from slipstream.cli.app import app
 from slipstream.cli.console import steps
-from slipstream.cli.options import Plain, asked_models, grouped, options_of, own, panel, with_options
 from slipstream.cli.settings import loaded
 from slipstream.text.jsontext import json_text
 
-
-class TranscriptFormat(StrEnum):
-    """The formats in which a transcript is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    SRT = "srt"
-    VTT = "vtt"
-
-
 Sounds = Annotated[list[Path], typer.Argument(metavar="FILE", help="WAV files; others need the package soundfile.")]
-Speech = panel(
+Written = opt.panel(
     None,
-    language=own(str | None, None, "The language spoken, as de; English without it.", "CODE"),
-    translate=own(bool, False, "Write English for any spoken language."),
-    form=own(
-        TranscriptFormat, TranscriptFormat.TEXT, "text; json, with times; or subtitles, srt or vtt.", flag="--format"
-    ),
-    as_json=own(bool, False, "A JSON line per file: the same as --format json.", flag="--json"),
+    form=opt.own(Literal["text", "json", "srt", "vtt"], "text", "With times: json, or subtitles.", flag="--format"),
+    as_json=opt.own(bool, False, "A JSON line per file: the same as --format json.", flag="--json"),
 )
 
 
 @app.command()
-@with_options(
-    *(
-        grouped("pair", "rounds", "compile", "threads", "target", gamma="auto", verify="block"),
-        options_of(["temperature"]),
-    ),
-    *(Plain, Speech),
+@opt.with_options(
+    opt.grouped("pair", "rounds", "plan", "compile", "threads", "target", gamma="auto", verify="block"),
+    *(opt.options_of(["temperature"]), opt.Plain, opt.Spoken, Written),
 )
 def transcribe(context: typer.Context, sounds: Sounds) -> None:
     """Write down what is said in sound files, with a Whisper as the target and a smaller one as its draft.
@@ -49,21 +31,18 @@ def transcribe(context: typer.Context, sounds: Sounds) -> None:
     Example: slipstream transcribe talk.wav --target openai/whisper-small --draft openai/whisper-tiny --format srt
     """
     params = context.params
-    if params["target"] is None:
+    if params["target"] is None and params["plan"] is None:
         raise ValueError("the embedded target reads text: name a Whisper with --target, such as openai/whisper-small.")
-    engine = loaded(asked_models(context))
-    form = TranscriptFormat.JSON if params["as_json"] else params["form"]
-    task, timestamps = "translate" if params["translate"] else "transcribe", form is not TranscriptFormat.TEXT
+    engine = loaded(opt.asked_models(context))
+    form = "json" if params["as_json"] else params["form"]
+    how: dict[str, Any] = {name: params[name] for name in ("language", "temperature", "plain")}
+    how |= {"task": "translate" if params["translate"] else "transcribe", "timestamps": form != "text"}
     for sound in sounds:
-        how: dict[str, Any] = {name: params[name] for name in ("language", "temperature", "plain")}
         with steps() as show:
-            how["on_window"] = lambda done, total, file=sound: show(done, total, f"{file.name}: windows")
-            transcript = engine.transcribe(sound, task=task, timestamps=timestamps, **how)
-        if form is TranscriptFormat.JSON:
-            about = {"text": transcript.text, "duration": transcript.duration}
-            text = json_text({"file": str(sound), **about, "segments": list(map(asdict, transcript.segments))})
-        elif form is TranscriptFormat.TEXT:
-            text = transcript.text
+            how["on_window"] = lambda done, total, file=sound.name: show(done, total, f"{file}: windows")
+            made = engine.transcribe(sound, **how)
+        if form == "json":
+            about = {"file": str(sound), "text": made.text, "duration": made.duration}
+            print(json_text({**about, "segments": list(map(asdict, made.segments))}), flush=True)
         else:
-            text = (transcript.srt() if form is TranscriptFormat.SRT else transcript.vtt()).rstrip("\n") + "\n"
-        print(text, flush=True)
+            print(made.text if form == "text" else f"{getattr(made, form)().rstrip()}\n", flush=True)

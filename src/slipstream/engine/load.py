@@ -118,17 +118,15 @@ def self_draft_proposal(scorer: Any, least: int = WORTHWHILE) -> list[str]:
     """Return a sentence that proposes the target's own weights in fewer bits as its draft, in a list.
 
     They are 4, or 8 where passes also read a source's keys, which cost as much with 4. The list is empty where that is
-    impossible, and where the linear layers take under `least` bytes or have so few bits. Plans read no recordings.
+    impossible, and where the linear layers take under `least` bytes or have so few bits.
     """
     if not isinstance(scorer, HasModel) or isinstance(scorer, LiesOnRanks) or quantizing_fault(scorer.model):
         return []
     bits = 8 if scorer.source_form else 4
     if (lowest_bits(scorer.model) or 16) <= bits or layer_bytes(scorer.model) < least:
         return []
-    hears = scorer.source_form and scorer.source_form.features
-    measured = "" if hears else ", and `slipstream plan` measures whether that is faster here"
     own = f"draft='int{bits}' (--draft int{bits}) drafts with its own weights in {bits} bits and leaves its texts exact"
-    return [f"{scorer.name} decodes without a draft; {own}{measured}."]
+    return [f"{scorer.name} decodes without a draft; {own}, and `slipstream plan` measures if that is faster here."]
 
 
 OTHERWISE = ("tp_size", "distributed_config", "device_mesh")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -47,10 +47,11 @@ class Transcriber:
     def count(self, sound: Sound) -> int:
         return math.ceil(sound.seconds / self.speech.seconds)
 
-    def windows(self, sound: Sound) -> Iterator[Tensor]:
+    def windows(self, sound: Sound, which: Iterable[int] | None = None) -> Iterator[Tensor]:
+        """Yield the features of a sound's windows, or of those with these numbers."""
         length = self.speech.seconds
-        for start in range(0, self.count(sound) * length, length):
-            yield self.speech.features(sound.part(start, start + length))
+        for number in range(self.count(sound)) if which is None else which:
+            yield self.speech.features(sound.part(number * length, (number + 1) * length))
 
     def options(self, language: str | None, task: str, timestamps: bool) -> dict[str, Any]:
         if task not in TASKS:

@@ -46,16 +46,17 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def beats(decoder: Decoder, requests: Sequence[Request]) -> Iterator[tuple[Round, Beat]]:
-    """Decode and time every round from outside; the target's prefill is left out, the draft's is part of its round."""
+    """Decode and time every round from outside: with the draft's prefill, and of the target's, only that of sources."""
     seen, last = set[int](), perf_counter()
     for round in rounds(decoder, requests):
         wall = perf_counter() - last
         new = [place for place, row in enumerate(succeeded(round.rows)) if row.index not in seen]
         seen |= {round.rows[place].index for place in new}
-        wall -= sum(prompt_seconds(round, place) for place in new)
+        read = sum(prompt_seconds(round, place) for place in new)
+        sources = 0.0 if round.rows[0].request.source is None else read
         draft, target = round.seconds["draft"] + round.reading, round.seconds["target"]
         width = 1 + max(round.draft.lengths)
-        yield round, Beat(len(round.rows), len(new), width, draft, target, wall - draft - target)
+        yield round, Beat(len(round.rows), len(new), width, draft, target, wall - read - draft - target, sources)
         last = perf_counter()
 
 
@@ -67,7 +68,8 @@ def prompt_seconds(round: Round, place: int) -> float:
 @dataclass(frozen=True)
 class Beat:
     """A timed round: its rows, how many of them are new, the tokens per row that the target scored, seconds by phase.
-    `rest` is everything but drafting and the target's pass: laws, verification, draws, bookkeeping."""
+    `rest` is everything but drafting and the target's pass: laws, verification, draws, bookkeeping. Before the round,
+    the target took `sources` to read those of new rows."""
 
     rows: int
     new: int
@@ -75,6 +77,7 @@ class Beat:
     draft: float
     target: float
     rest: float
+    sources: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -82,4 +85,4 @@ class Beat:
         return self.draft + self.target + self.rest
 
     def scaled(self, by: float) -> Beat:
-        return replace(self, draft=self.draft * by, target=self.target * by, rest=self.rest * by)
+        return replace(self, **{name: by * getattr(self, name) for name in ("draft", "target", "rest", "sources")})

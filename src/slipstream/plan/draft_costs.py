@@ -8,6 +8,7 @@ from slipstream.decoding.sampling import Sampling
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.execution.passes import Mode
+from slipstream.measure.replay import request_for
 from slipstream.models.loading.load import load_scorer
 from slipstream.plan.measure import PlanTask, sweep
 from slipstream.training.distill import DraftCosts
@@ -23,7 +24,7 @@ def measure_costs(engine: Engine, student: Any, texts: Sequence[tuple[int, ...]]
     """
     target = target_of(engine)
     scorer = load_scorer(copy.deepcopy(student).eval().to(target.model.dtype), mode=mode)
-    task = PlanTask(tuple(texts), 1, max(NEW_TOKENS, 2 * gamma + 2), Sampling())
+    task = PlanTask(tuple(request_for(text, Sampling(), max(NEW_TOKENS, 2 * gamma + 2)) for text in texts), 1)
     plain, [record] = sweep(engine.decoder, [ModelDrafter(scorer, target.vocab)], task, gamma, lambda what: None)
     costs = record.costs(plain)
     verify = [1.0, *((costs.round(n) - costs.draft(n)) / costs.step for n in range(1, gamma + 1))]

@@ -67,12 +67,8 @@ def promise(
         )
 
     best = theory.best_gamma(alpha, c, verify=verify) if delay is None else max(range(theory.LIMIT + 1), key=factor)
-    longest = (
-        None
-        if delay is None
-        else theory.longest_delay(lambda away: max(factor(g, away) for g in range(1, theory.LIMIT + 1)))
-    )
-    shown = gammas or range(max(1, best - AROUND), max(1, best) + AROUND + 1)
+    every, shown = range(1, theory.LIMIT + 1), gammas or range(max(1, best - AROUND), max(1, best) + AROUND + 1)
+    longest = None if delay is None else theory.longest_delay(lambda away: max(factor(g, away) for g in every))
     lines = tuple(line(gamma) for gamma in shown)
     bounds = (theory.guaranteed_factor(alpha, c), theory.oracle_factor(alpha, c))
     return Figures(alpha, c, c_hat, lines, line(best), *bounds, delay, longest)

@@ -16,12 +16,9 @@ from statistics import median
 from slipstream.core.protocols import Controller, Drafter
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
-from slipstream.core.source import SourceFrame
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.generate import rounds
-from slipstream.decoding.sampling import Sampling
-from slipstream.measure.replay import request_for
 from slipstream.measure.timing import Beat, beats, race
 from slipstream.plan.predict import AcceptanceCounts, PlanCosts, between
 
@@ -52,23 +49,14 @@ class Sweep:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """The texts to measure on: `texts` of token ids, in batches of at most `rows`, with `length` new tokens for each.
-    EOS is ignored. With a `frame`, the texts are sources of an encoder-decoder."""
+    """The texts to measure on, as requests, of which at most `rows` run together."""
 
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[Request, ...]
     rows: int
-    length: int
-    sampler: Sampling
-    seed: int = 0
-    frame: SourceFrame | None = None
 
     def requests(self, places: Sequence[int], seed: int = 0) -> list[Request]:
-        """Return requests for some of the texts, whose random numbers do not depend on the batch."""
-        seed += self.seed
-        return [
-            request_for(self.texts[place], self.sampler, self.length, copy=place, seed=seed, frame=self.frame)
-            for place in places
-        ]
+        """Return the requests for some of the texts, with their seeds raised by `seed`."""
+        return [replace(self.texts[place], seed=self.texts[place].seed + seed) for place in places]
 
     def parts(self) -> list[range]:
         """Return the texts of each call: one, or twice the batch size, so that new rows join while others run."""
@@ -84,13 +72,16 @@ class Record:
         self.counts = [AcceptanceCounts.blank(most) for _ in range(texts)]
         self.beats: list[tuple[int, Beat]] = []
         self.lengths: list[int] = []
+        self.tokens = 0
 
     def take(self, round: Round, beat: Beat, part: int, places: Sequence[int]) -> None:
         if beat.rows == self.rows:
             self.beats.append((part, beat))
+        self.tokens += sum(map(len, round.tokens))
         for r, row in enumerate(round.rows):
             counts = self.counts[places[row.index]]
-            counts.add(round.gammas[r], round.accepted[r])
+            ended = row.finish_reason == "stop"  # what was drafted beyond the end is not tested
+            counts.add(round.accepted[r] if ended else round.gammas[r], round.accepted[r])
             counts.beta, counts.positions = row.stats.beta, row.stats.tested
             if round.gammas[r] == self.most:
                 self.lengths.append(round.draft.lengths[r])
@@ -102,7 +93,9 @@ class Record:
         which rows joined.
         """
         pace = paces(calm)
-        plain, ours = at_one_pace(calm, pace), at_one_pace(self.beats, pace)
+        plain, ours = (
+            tuple(beat.scaled(1 / pace.get(part, 1.0)) for part, beat in found) for found in (calm, self.beats)
+        )
         usual = PlanCosts(self.rows, plain, ours, tuple(self.lengths) or (0,))
         known = {width: median(beat.draft for beat in group) for width, group in usual.by_width.items()}
         more = [(beat.draft - between(known, beat.width)) / beat.new for beat in ours if beat.new and known]
@@ -123,30 +116,21 @@ def paces(calm: Sequence[tuple[int, Beat]]) -> dict[int, float]:
     return {part: value / usual for part, value in medians.items()}
 
 
-def at_one_pace(found: Sequence[tuple[int, Beat]], pace: dict[int, float]) -> tuple[Beat, ...]:
-    """Return the rounds with times divided by the slowness of their part, as if the machine's speed were constant."""
-    return tuple(beat.scaled(1 / pace.get(part, 1.0)) for part, beat in found)
-
-
 @dataclass(frozen=True)
 class Speed:
-    """The amount of work done: tokens, seconds, and in full batches rounds and target calls (rows times rounds)."""
+    """The amount of work done in full batches: tokens, rounds, seconds of these, and of reading sources."""
 
     tokens: int = 0
-    seconds: float = 0.0
     rounds: int = 0
-    calls: int = 0
+    seconds: float = 0.0
+    sources: float = 0.0
 
     def __add__(self, other: Speed) -> Speed:
         return Speed(*map(add, astuple(self), astuple(other)))
 
     @property
     def per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def per_call(self) -> float:
-        return self.tokens / self.calls
+        return self.tokens / (self.seconds + self.sources)
 
     @property
     def per_round(self) -> float:
@@ -194,6 +178,6 @@ def speeds(decoders: Sequence[Decoder], task: PlanTask, seed: int) -> list[Speed
     def run(decoder: Decoder, part: range) -> Speed:
         timed = beats(decoder, task.requests(part, seed))
         full = [(round, beat) for round, beat in timed if beat.rows == task.rows]
-        return sum((Speed(sum(map(len, round.tokens)), beat.seconds, 1, beat.rows) for round, beat in full), Speed())
+        return sum((Speed(sum(map(len, round.tokens)), 1, beat.seconds, beat.sources) for round, beat in full), Speed())
 
     return [sum(runs, Speed()) for runs in zip(*race(decoders, task.parts(), run), strict=True)]

@@ -7,16 +7,19 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.core.model_options import ModelOptions
+from slipstream.core.options import SAMPLING
 from slipstream.core.protocols import Drafter
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder, NoDraft
 from slipstream.decoding.sampling import Sampling
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan_file import Plan
-from slipstream.engine.requests import Prompt
+from slipstream.engine.requests import Prompt, read_prompts
 from slipstream.measure.environment import environment
-from slipstream.plan.measure import PlanTask, Speed, speeds, sweep, using
+from slipstream.plan.measure import PlanTask, speeds, sweep, using
 from slipstream.plan.predict import Outlook, SpeedPrediction, predict
 from slipstream.text.jsontext import json_text
 
@@ -104,7 +107,7 @@ class PlanReport:
 
     environment: dict[str, Any]
     settings: PlanSettings
-    prompt_tokens: tuple[int, int]
+    texts: str
     outlooks: dict[int, dict[str, Outlook]] = field(default_factory=dict)
     verifications: list[MeasuredComparison] = field(default_factory=list)
     interrupted: bool = False
@@ -131,21 +134,12 @@ class PlanReport:
         return Plan(models, self.gammas, vocab, self.settings.sampling.temperature, self.environment, self.figures())
 
     def figures(self) -> dict[str, Any]:
-        settings = {**asdict(replace(self.settings, sampling=Sampling()))}
-        settings["sampling"] = {"temperature": self.settings.sampling.temperature}
-        outlooks = {
-            str(rows): {name: one.as_dict() for name, one in found.items()} for rows, found in self.outlooks.items()
-        }
-        found = {
-            "settings": settings,
-            "prompt_tokens": self.prompt_tokens,
-            "outlooks": outlooks,
-            "draft": self.draft,
-            "gammas": self.gammas,
-            "verifications": [each.as_dict() for each in self.verifications],
-            "interrupted": self.interrupted,
-        }
-        return json.loads(json_text(found))
+        settings = {**vars(self.settings), "sampling": {"temperature": self.settings.sampling.temperature}}
+        outlooks = {rows: {name: one.as_dict() for name, one in some.items()} for rows, some in self.outlooks.items()}
+        verifications = [each.as_dict() for each in self.verifications]
+        found = {"settings": settings, "texts": self.texts, "draft": self.draft, "gammas": self.gammas}
+        checked = {"outlooks": outlooks, "verifications": verifications, "interrupted": self.interrupted}
+        return json.loads(json_text({**found, **checked}))
 
 
 def make(
@@ -154,25 +148,30 @@ def make(
     prompts: Sequence[Prompt],
     settings: PlanSettings,
     on_step: Progress | None = None,
+    **options: Any,
 ) -> PlanReport:
     """Plan for an engine's target and rule with the named drafters.
 
-    Ctrl-C during the verification ends it early: the report says `interrupted` and keeps the predictions. Raises
-    ValueError if prompts, models and settings disagree, or if there is nothing to draft with.
+    Prompts are continued as by `Engine.generate`, with further `options` of a call; EOS is ignored, unless these say
+    otherwise. Ctrl-C during the verification ends it early: the report says `interrupted` and keeps the
+    predictions. Raises ValueError if prompts, models and settings disagree, or if there is nothing to draft with.
     """
-    texts = tuple(engine.encode(prompt) for prompt in prompts)
     if not drafters:
         raise ValueError("there is nothing to plan without a draft: give --draft.")
-    if len(texts) < (least := max(2, *settings.batches)):
-        raise ValueError(f"a plan needs {least} prompts or more here, but there are {len(texts)}.")
-    begin = len(engine.frame.begin) if engine.frame else max(map(len, texts))
-    longest, target = begin + settings.max_new_tokens, engine.decoder.target
+    if len(prompts) < (least := max(2, *settings.batches)):
+        raise ValueError(f"a plan needs {least} prompts or more here, but there are {len(prompts)}.")
+    how = {name: getattr(settings.sampling, name) for name in (*SAMPLING, "processors", "grammar")}
+    how |= {"max_new_tokens": settings.max_new_tokens, "seed": settings.seed, "ignore_eos": True, **options}
+    job = engine.prepare(read_prompts(prompts), how)
+    texts, decoder, target = tuple(each.request for each in job.generations), job.decoder, engine.decoder.target
+    longest = max(len(text.prompt) + text.max_new_tokens for text in texts)
     if target.context and longest > target.context:
         raise ValueError(f"prompt and new tokens are up to {longest}, but {target.name} holds {target.context}.")
-    decoder = replace(engine.decoder, verifier=engine.rule.verify, rng=engine.rule.rng)
-    report = PlanReport(environment(engine), settings, (min(map(len, texts)), max(map(len, texts))))
-    how = (settings.max_new_tokens, settings.sampling, settings.seed, engine.frame)
-    tasks = [PlanTask(texts, rows, *how) for rows in settings.batches]
+    sizes = [text.prompt_tokens for text in texts]
+    about = f"prompts of {min(sizes)} to {max(sizes)} tokens + {settings.max_new_tokens} new"
+    about = f"{len(texts)} windows of sound" if isinstance(texts[0].source, Tensor) else about
+    report = PlanReport(environment(engine), settings, about)
+    tasks = [PlanTask(texts, rows) for rows in settings.batches]
     wanted = settings.gammas or range(1, settings.most + 1)
     repetitions = settings.repetitions if settings.network_ms is None else 0
     count = sum((1 + len(drafters)) * (1 + len(task.parts())) + repetitions for task in tasks)
@@ -189,7 +188,7 @@ def make(
                 record.tallies,
                 replace(record.costs(plain), delay=settings.delay),
                 wanted,
-                settings.max_new_tokens,
+                record.tokens / len(texts),
                 settings.seed,
             )
             for name, record in zip(drafters, records, strict=True)
@@ -218,6 +217,6 @@ def verify(
         best.gamma,
         best,
         tuple(ours.per_second / plain.per_second for plain, ours in pairs),
-        sum((ours for _, ours in pairs), Speed()).per_call,
+        sum(ours.tokens for _, ours in pairs) / sum(ours.rounds for _, ours in pairs) / task.rows,
         median(ours.per_round / plain.per_round for plain, ours in pairs),
     )

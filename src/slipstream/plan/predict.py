@@ -168,6 +168,11 @@ class PlanCosts:
         return median(beat.seconds for beat in self.plain)
 
     @cached_property
+    def source(self) -> float:
+        """The median seconds in which the target reads the source of a row; 0 if there are none."""
+        return median([beat.sources / beat.new for beat in self.plain if beat.new] or [0.0])
+
+    @cached_property
     def single(self) -> float:
         """T(1): the median seconds of the target's pass over one token per row."""
         return median(beat.target for beat in self.plain)
@@ -244,7 +249,7 @@ class SpeedPrediction:
     `iid` is Equation 1 with the mean alpha; `tokens` is 1 + sum S_i, for endless texts; `tokens_per_call` is for texts
     of the planned length. `curve` is T(gamma + 1) / T(1), `c` the time of drafting a token over T(1), and `round` the
     time of a round over that of a plain step. `long` is tokens / round; `factor` is for the planned length, the draft's
-    prefill included, and lies between `low` and `high` with chance 0.95.
+    prefill and the reading of sources included, and lies between `low` and `high` with chance 0.95.
     """
 
     gamma: int
@@ -290,18 +295,16 @@ class Outlook:
         for width, beats in {0: costs.plain, **costs.by_width}.items():
             phases = {name: spread([1000 * getattr(beat, name) for beat in beats]) for name in PHASES}
             milliseconds["plain" if not width else str(width)] = {"rounds": len(beats), **phases}
-        return {
+        once = {"startup": costs.startup, "source": costs.source, "longest_delay": self.longest_delay}
+        found = {
             "rows": self.rows,
             "alpha": self.alpha,
             "alpha_by_prompt": spread(self.alphas),
-            "survival": list(self.survival),
-            "milliseconds_by_width": milliseconds,
-            "startup_milliseconds": 1000 * costs.startup,
-            "predictions": [asdict(each) for each in self.predictions],
             "best": self.best.gamma,
-            "speculate": self.worth,
-            **({} if self.longest_delay is None else {"longest_delay_milliseconds": 1000 * self.longest_delay}),
         }
+        found |= {"survival": list(self.survival), "speculate": self.worth, "milliseconds_by_width": milliseconds}
+        found |= {f"{name}_milliseconds": 1000 * seconds for name, seconds in once.items() if seconds is not None}
+        return {**found, "predictions": [asdict(each) for each in self.predictions]}
 
 
 PHASES = ("draft", "target", "rest", "seconds")
@@ -318,7 +321,7 @@ def predict(
     tallies: Sequence[AcceptanceCounts],
     costs: PlanCosts,
     gammas: Sequence[int],
-    length: int,
+    length: float,
     seed: int = 0,
     replicates: int = REPLICATES,
 ) -> Outlook:
@@ -328,7 +331,9 @@ def predict(
     positions = sum(tally.positions for tally in tallies)
     alpha = sum(tally.beta for tally in tallies) / positions if positions else 0.0
     kept = states(tallies)
-    points = [_point(gamma, alpha, kept, costs, length) for gamma in gammas]
+    points = [_point(gamma, alpha, kept, costs, round(length)) for gamma in gammas]
+    sources = costs.rows * costs.source  # they take the same time with a draft
+    reading = sources / (length * costs.step + sources)
     alphas = sorted(tally.beta / tally.positions for tally in tallies if tally.positions)
     # Percentiles over resampled prompts and rounds; texts' ends count as in the point.
     rng, factors, predictions = random.Random(seed), list[list[float]](), list[SpeedPrediction]()
@@ -338,7 +343,9 @@ def predict(
     tail = int(replicates * (1 - LEVEL) / 2)
     for point, column in zip(points, zip(*factors, strict=True), strict=True):
         ranked = sorted(column)
-        predictions.append(replace(point, low=ranked[tail], high=ranked[-1 - tail]))
+        speeds = (point.factor, ranked[tail], ranked[-1 - tail])
+        factor, low, high = (1 / (reading + (1 - reading) / speed) for speed in speeds)  # Amdahl's law
+        predictions.append(replace(point, factor=factor, low=low, high=high))
     limit = None
     if costs.delay is not None:
         limit = longest_delay(lambda away: max(_long(each, kept, replace(costs, delay=away)) for each in gammas))
