@@ -40,11 +40,12 @@ def block(p: Law, draft: Draft, draw: Draw) -> Verdict:
 
     b_i = min(1, b_{i-1} p(x_i)/q(x_i)) is the survival of the prefix x_1..x_i, R_i = sum_v max(b_i p_i(v) - q_i(v), 0).
     Prefix i passes with chance R_i / (R_i + 1 - b_i), the whole draft with b_gamma. ALL are tested, the longest that
-    passes wins, and the residual there is norm(max(b p - q, 0)). For a point mass p it is token verification.
+    passes wins, and the residual there is norm(max(b p - q, 0)). For point masses p or q it is token verification: no
+    ratio is above 1, so that as many tokens stand, and x alone loses its weight in the residual.
     """
-    if draft.law is None or p.point:
+    if draft.law is None or p.point or draft.law.tokens is not None:
         return token(p, draft, draw)
-    if draft.law.tokens is None and laws_fit(p.dense, draft.law.dense):
+    if laws_fit(p.dense, draft.law.dense):
         b, coins, shared = kernels.block_tests(p.dense, draft.law.dense, draft.tokens, draft.counted(p.device))
     else:
         b, coins, shared = block_tests(p, draft)
@@ -71,9 +72,7 @@ def block_tests(p: Law, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 def survival(p: Law, draft: Draft) -> Tensor:
     """Return b_0..b_gamma of block verification, (rows, gamma + 1), computed in float64 and log space.
     Closed form: log b_i = S_i - max_{j <= i} S_j, where S_i sums the log ratios log p(x)/q(x) up to i."""
-    ratio = p.first(draft.q.positions).of(draft.tokens).double().log()
-    if draft.q.tokens is None:  # else q(x) is 1
-        ratio -= draft.q.of(draft.tokens).double().log()
+    ratio = p.first(draft.q.positions).of(draft.tokens).double().log() - draft.q.of(draft.tokens).double().log()
     sums = torch.nn.functional.pad(ratio.cumsum(-1), (1, 0))
     sums = sums.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)  # padding may hold 0/0
     return (sums - sums.cummax(-1).values).exp()
@@ -82,9 +81,6 @@ def survival(p: Law, draft: Draft) -> Tensor:
 def overlap(p: Law, q: Law, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return beta_i = sum_v min(p_i(v), q_i(v)) and R_i = sum_v max(w_i p_i(v) - q_i(v), 0), both (rows, positions).
     p, q and the weights w cover the same rows and positions."""
-    if q.tokens is not None:
-        shared = beta(p, q)
-        return shared, weight * (1 - shared)
     # In the laws' own dtype: float64 over a whole vocabulary would cost as much as the target's last layer.
     rest = p.dense * weight.unsqueeze(-1).to(p.dense.dtype)
     return beta(p, q), rest.sub_(q.dense).clamp_(min=0).sum(-1).to(weight.dtype)
