@@ -59,8 +59,8 @@ def engine(
     target: Callable[[Table], Scorer] = scorer,
     eos: frozenset[int] = frozenset(),
 ) -> Engine:
-    """Two tables, gamma 2."""
-    decoder = Decoder(target(pair[0]), drafter(scorer(pair[1], "draft")), controller=Fixed(2))
+    """Two tables, gamma 2; many texts of a sample run together."""
+    decoder = Decoder(target(pair[0]), drafter(scorer(pair[1], "draft")), controller=Fixed(2), batch_size=128)
     return Engine(decoder, eos=eos)
 
 

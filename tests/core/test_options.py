@@ -2,21 +2,23 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 from transformers import GenerationConfig
+from typer.testing import CliRunner
 
+from processes import OUTPUT, Command
+from slipstream.cli.app import app
 from slipstream.core.model_options import DRAFTS
 from slipstream.core.options import OPTIONS, SHAPES, table
 from slipstream.drafters.kinds import KINDS
 from test_house import ROOT
 
-# A process in which both tables have one more line, `extra_p` and `extra_how`. It prints where these are found: with
-# the places as they are, and with places whose names were written down before, as if by hand.
+# A fork in which both tables have one more line, `extra_p` and `extra_how`, and our modules come anew. It prints
+# where these are found: with the places as they are, and with places whose names were written down before, by hand.
 SCRIPT = r"""
 import json, sys
 from contextlib import suppress
@@ -24,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+for each in [each for each in sys.modules if each.partition(".")[0] == "slipstream"]:
+    del sys.modules[each]
 import slipstream
 
 def add(name, line, extra):
@@ -54,7 +58,6 @@ from slipstream.serve.recipe import Recipe
 from slipstream.engine.worker import Capacity
 from slipstream.serve.settings import ServeSettings
 
-folder = Path(sys.argv[1])
 (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
 taken = []
 
@@ -139,18 +142,18 @@ options.REQUEST_FIELDS = {each: field for each, field in table.REQUEST_FIELDS.it
 batch.REQUEST_FIELDS = options.REQUEST_FIELDS
 batch.MODEL_OPTIONS = {each: one for each, one in how.MODEL_OPTIONS.items() if each != "extra_how"}
 print(json.dumps([everywhere, found()]))
+raise SystemExit
 """
 
 
 def test_an_option_that_is_declared_in_the_table_is_found_everywhere(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 0, done.stderr
-    everywhere, by_hand = json.loads(done.stdout)
+    with TemporaryFile("w+") as out:
+        done = Command(streams={OUTPUT: out.fileno()}, first=partial(exec, SCRIPT, {"folder": tmp_path}))
+        with done.stderr:
+            errors = done.stderr.read()
+        assert done.wait() == 0, errors
+        out.seek(0)
+        everywhere, by_hand = json.load(out)
     assert [place for place, found in everywhere.items() if not found] == []
     by_hand_places = ["completions", "chats", "draft servers", "a resumed batch", "lines of a batch"]
     by_hand_places += ["models of a resumed batch"]
@@ -197,10 +200,8 @@ def test_numbers_are_possible_within_their_bounds_alone() -> None:
 )
 def test_shells_complete_drafts_and_rules(line: str, found: list[str]) -> None:
     words = f"slipstream {line}"
-    environment = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    command = [sys.executable, "-m", "slipstream"]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-    assert done.stdout.split() == found
+    asked = {"_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert CliRunner().invoke(app, prog_name="slipstream", env=asked).stdout.split() == found
 
 
 def test_the_help_names_the_drafts_that_there_are() -> None:

@@ -20,7 +20,6 @@ from toys import FAMILIES, rare, tiny
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 """The first traces with symbolic sizes as the second does, and then runs what it traced."""
 
-
 SHAPES: dict[str, Any] = {
     "greatest": lambda logits: (
         logits.new_empty(logits.shape[:2], dtype=torch.float32),
