@@ -44,20 +44,18 @@ struct Sight {
   bool straight_until(int64_t place) const { return straight >= std::min(end, place); }
 };
 
-// What attention reads and writes.
+// What attention reads and writes, in numbers of one type.
 template <class Type>
-struct Attention {
-  const typename Type::Item *queries, *mask;  // mask may be null: all slots are seen
-  typename Type::Item* outputs;               // (rows, tokens, heads, width)
-  Stored keys, values;
-  Steps query, masked;
-  int64_t rows, heads, groups, tokens, slots, width;  // `groups`: query heads for one head of keys
-  float scale;
+struct Attention : slipstream::Attended {
+  using Item = typename Type::Item;
 
   int64_t pieces() const { return std::max<int64_t>(1, (slots + PIECE - 1) / PIECE); }
 
-  float added(int64_t row, int64_t head, int64_t token, int64_t slot) const {
-    return Type::widen(mask[row * masked.row + head * masked.head + token * masked.token + slot]);
+  const Item* query_of(int64_t row, int64_t head, int64_t token) const { return at(queries, query, row, head, token); }
+  const Item* mask_of(int64_t row, int64_t head, int64_t token) const { return at(mask, masked, row, head, token); }
+
+  static const Item* at(const void* tensor, const Steps& steps, int64_t row, int64_t head, int64_t token) {
+    return static_cast<const Item*>(tensor) + row * steps.row + head * steps.head + token * steps.token;
   }
 };
 
@@ -107,11 +105,11 @@ class Sights {
       found_[0].end = found_[0].straight = work.slots;
       return;
     }
-    const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, work.slots));
+    const int64_t share = share_of(work.slots);
     slipstream::parallel_for(0, found_.size(), share, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / (heads_ * tokens_), head = i / tokens_ % heads_, token = i % tokens_;
-        found_[i] = look<Type>(work.mask + row * steps_.row + head * steps_.head + token * steps_.token, work.slots);
+        found_[i] = look<Type>(work.mask_of(row, head, token), work.slots);
       }
     });
   }
@@ -406,60 +404,35 @@ struct Vectors {
 class Blocks {
  public:
   using Item = uint16_t;
-  static constexpr int64_t SIDE = 16, STEPS = SIDE;
+  static constexpr int64_t STEPS = SIDE;
   static constexpr int QUERIES = 64;
 
-  Blocks() {
-    TileShapes tiles;
-    std::fill_n(tiles.bytes, 8, LINE);
-    std::fill_n(tiles.heights, 8, SIDE);
-    tiles.load();
-  }
+  Blocks() { tiles_.shape(2 * SIDE); }
 
-  ~Blocks() { _tile_release(); }
-
-  // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns.
   template <bool MORE>
   void add(Rows<const Item> rows, int count, Columns<Item> columns, int64_t steps, int64_t vectors, Rows<float> sums,
            Ahead) const {
-    const int64_t row = rows.apart * sizeof(Item), column = columns.apart * sizeof(Item), sum = sums.apart * sizeof(float);
     for (int64_t vector = 0; vector < vectors; vector += 2, columns.first += 2 * columns.vector)
       for (int64_t first = 0; first < count; first += 2 * SIDE) {
-        const bool two = first + SIDE < count;
-        const Item *left = rows.from(first).first, *next = rows.from(first + SIDE).first;
-        const Item *right = columns.first, *other = right + columns.vector;
-        float *to = sums.from(first).first + vector * LANES, *below = to + SIDE * sums.apart;
-        if constexpr (MORE) {
-          _tile_loadd(0, to, sum);
-          _tile_loadd(1, to + SIDE, sum);
-          if (two) {
-            _tile_loadd(2, below, sum);
-            _tile_loadd(3, below + SIDE, sum);
-          }
-        } else {
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_zero(2);
-          _tile_zero(3);
-        }
-        for (int64_t step = 0; step < steps; step += SIDE) {
-          _tile_loadd(4, left + 2 * step, row);
-          _tile_loadd(6, right + step * columns.apart, column);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(7, other + step * columns.apart, column);
-          _tile_dpbf16ps(1, 4, 7);
-          if (!two) continue;
-          _tile_loadd(5, next + 2 * step, row);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, to, sum);
-        _tile_stored(1, to + SIDE, sum);
-        if (two) {
-          _tile_stored(2, below, sum);
-          _tile_stored(3, below + SIDE, sum);
-        }
+        float* to = sums.from(first).first + vector * LANES;
+        first + SIDE < count ? add_block<MORE, true>(rows.from(first), columns, steps, to, sums.apart)
+                             : add_block<MORE, false>(rows.from(first), columns, steps, to, sums.apart);
       }
+  }
+
+ private:
+  AmxTiles tiles_;
+
+  template <bool MORE, bool BOTH>
+  static inline __attribute__((always_inline)) void add_block(Rows<const Item> rows, Columns<Item> columns, int64_t steps,
+                                                              float* sums, int64_t apart) {
+    const int64_t row = apart * sizeof(float), below = SIDE * row;
+    MORE ? load_sums<BOTH>(sums, row, LINE, below) : zero_sums<BOTH>();
+    for (int64_t step = 0; step < steps; step += SIDE) {
+      const Item* column = columns.first + step * columns.apart;
+      add_products<BOTH>(rows.first + 2 * step, rows.apart, column, column + columns.vector, columns.apart);
+    }
+    store_sums<BOTH>(sums, row, LINE, below);
   }
 };
 #endif
@@ -491,8 +464,7 @@ class Tile {
     end_ = all_begin_ = 0;
     biased_ = false;
     for (int q = 0; q < count_; ++q) {
-      const Steps& steps = work_.query;
-      convert(work_.queries + row * steps.row + head(q) * steps.head + token(q) * steps.token, queries_.data() + q * width_);
+      convert(work_.query_of(row, head(q), token(q)), queries_.data() + q * width_);
       const Sight& sight = *(seen_[q] = sights_.of(row, head(q), token(q)));
       begin_ = std::min(begin_, sight.begin);
       end_ = std::max(end_, sight.end);
@@ -517,7 +489,8 @@ class Tile {
 
   void write(Sums& found) {
     for (int q = 0; q < count_; ++q) {
-      Item* output = work_.outputs + ((row_ * work_.tokens + token(q)) * work_.heads + head(q)) * work_.width;
+      const int64_t place = ((row_ * work_.tokens + token(q)) * work_.heads + head(q)) * work_.width;
+      Item* output = static_cast<Item*>(work_.outputs) + place;
       const float *values = found.of(q), total = found.total_of(q);
       for (int64_t i = 0; i < work_.width; ++i) output[i] = Type::round(total == 0 ? 0 : values[i] / total);
     }
@@ -626,9 +599,12 @@ class Tile {
   // Scales the scores, and adds what the mask adds.
   void add_bias(const Part& part) {
     for (int q = 0; q < count_; ++q) {
-      float* score = scores_.data() + q * SPAN;
-      for (int64_t place = part.begin; place < part.end; ++place)
-        score[place - part.first] = score[place - part.first] * work_.scale + work_.added(row_, head(q), token(q), part.slot(place));
+      float* scores = scores_.data() + q * SPAN;
+      const Item* added = work_.mask_of(row_, head(q), token(q));
+      for (int64_t place = part.begin; place < part.end; ++place) {
+        float& score = scores[place - part.first];
+        score = score * work_.scale + Type::widen(added[part.slot(place)]);
+      }
     }
   }
 
@@ -753,7 +729,7 @@ void attend_all(const Attention<Type>& work) {
   std::vector<std::atomic<int64_t>> left(shares > 1 ? heads * tiles : 0);
   for (auto& count : left) count = shares;
   const int64_t cost = std::min<int64_t>(Work::QUERIES, queries) * std::min(PIECE, work.slots) * work.width * 2 / (tiles > 1 ? 2 : 1);
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, cost));
+  const int64_t share = share_of(cost);
   slipstream::parallel_for(0, heads * shares * sets, share, [&](int64_t begin, int64_t end) {
     Work tile(work, sights);
     std::vector<Sums> found;
@@ -790,12 +766,7 @@ void attend_all(const Attention<Type>& work) {
 }
 
 template <class Type>
-void run(const slipstream::Attended& given) {
-  using Item = typename Type::Item;
-  const auto place = [](const void* tensor) { return static_cast<const Item*>(tensor); };
-  const Attention<Type> work{place(given.queries), place(given.mask), static_cast<Item*>(given.outputs), given.keys,
-                             given.values, given.query, given.masked, given.rows, given.heads, given.groups, given.tokens,
-                             given.slots, given.width, given.scale};
+void run(const Attention<Type>& work) {
 #if defined(__AMX_BF16__) && defined(__AVX512F__)
   if constexpr (Kind<Type>::STEP == 2)
     if (tiles_allowed()) return attend_all<Type, Blocks>(work);
@@ -806,7 +777,7 @@ void run(const slipstream::Attended& given) {
 }  // namespace
 
 void slipstream::attend(Number number, const Attended& work) {
-  with_type(number, [&](auto type) { run<decltype(type)>(work); });
+  with_type(number, [&](auto type) { run(Attention<decltype(type)>{work}); });
 }
 
 // ---- operators of torch ---------------------------------------------------------------------------------------------

@@ -63,10 +63,6 @@ void add(const uint8_t* __restrict high, uint8_t more, uint8_t* __restrict codes
   for (int i = 0; i < COUNT; ++i) codes[i] = static_cast<uint8_t>(codes[i] + (high[i] << SHIFT) + more);
 }
 
-inline void add(uint8_t more, uint8_t* codes) {
-  for (int i = 0; i < MOST_BLOCK; ++i) codes[i] = static_cast<uint8_t>(codes[i] + more);
-}
-
 struct Q4_0 : BlockFormat<2, 4, 32, 18, 32> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from);
@@ -219,7 +215,7 @@ struct TQ2_0 : BlockFormat<35, 4, 256, 66, 256> {
   static void unpack(const uint8_t* from, Block& to) {
     to.scale = half_at(from + 64);
     for (int i = 0; i < 2; ++i) slices<2>(from + 32 * i, to.codes + 128 * i);
-    add(8 - 1, to.codes);
+    for (uint8_t& code : to.codes) code += 8 - 1;
   }
 };
 

@@ -63,8 +63,7 @@ template <class Type>
 void choose_all(const Tensor& weight, int64_t size, int64_t bits, const Tensor& codes, const Tensor& scales) {
   const int64_t inputs = weight.size(1), groups = scales.size(1);
   const auto* data = static_cast<const typename Type::Item*>(weight.data_ptr());
-  slipstream::parallel_for(0, weight.size(0), std::max<int64_t>(1, SHARE / std::max<int64_t>(1, inputs)),
-                              [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, weight.size(0), share_of(inputs), [&](int64_t begin, int64_t end) {
     for (int64_t feature = begin; feature < end; ++feature)
       for (int64_t g = 0; g < groups; ++g) {
         Group group;

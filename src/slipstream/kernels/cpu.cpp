@@ -12,6 +12,8 @@
 
 namespace {
 
+using slipstream::PanelLayer;
+
 // ---- linear layers --------------------------------------------------------------------------------------------------
 
 // Rows that share weights while these are in registers, and sums beyond which a tile has only two vectors of a panel.
@@ -67,31 +69,18 @@ struct Factor<BFloat16> {
 #endif
 };
 
-// A layer of a product.
-template <class Type>
-struct Layer {
-  const typename Type::Item* weight;
-  const typename Type::Item* bias;  // (features) or null
-  int64_t features;
-  typename Type::Item* outputs;  // of the first row; of the next ones `apart` items behind
-  int64_t apart;
-};
-
 // What a product reads and writes. `steps` are pairs (or single ones) of inputs.
 template <class Type>
 struct Product {
   const typename Factor<Type>::Item* inputs;  // (rows, steps * STEP), rows `apart` items from each other
   int64_t rows, steps, apart;
-  std::vector<Layer<Type>> layers;
-};
+  std::span<const PanelLayer> layers;
 
-// Writes a row's features of a panel.
-template <class Type>
-void write(const Layer<Type>& layer, int64_t panel, int64_t row, const void* sums) {
-  const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, layer.features - first);
-  write_panel<Type>(static_cast<const float*>(sums), layer.bias ? layer.bias + first : nullptr,
-                    layer.outputs + row * layer.apart + first, count);
-}
+  // The weights of a layer's panel.
+  const typename Type::Item* panel(const PanelLayer& layer, int64_t number) const {
+    return static_cast<const typename Type::Item*>(layer.weight) + number * steps * PANEL * Type::STEP;
+  }
+};
 
 // Adds the products of `steps` steps to sums (ROWS, PANEL) of some vectors of a panel. Every step asks for `pace` bytes, at
 // most two lines, of what comes `later`.
@@ -146,13 +135,13 @@ void add_panel(const Product<Type>& work, const typename Type::Item* weight, int
 
 // A panel's features of some rows.
 template <class Type>
-void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, int64_t first, int64_t count) {
+void fill(const Product<Type>& work, const PanelLayer& layer, int64_t panel, int64_t first, int64_t count) {
   for (int64_t row = first; row < first + count; row += ROOM) {
     const int64_t rows = std::min(ROOM, first + count - row);
     float sums[ROOM][PANEL];
     std::fill_n(sums[0], rows * PANEL, 0.0f);
-    add_panel(work, layer.weight + panel * work.steps * PANEL * Type::STEP, row, rows, sums);
-    for (int64_t r = 0; r < rows; ++r) write(layer, panel, row + r, sums[r]);
+    add_panel(work, work.panel(layer, panel), row, rows, sums);
+    for (int64_t r = 0; r < rows; ++r) write_panel<Type>(layer, panel, row + r, sums[r]);
   }
 }
 
@@ -160,7 +149,7 @@ void fill(const Product<Type>& work, const Layer<Type>& layer, int64_t panel, in
 template <class Type>
 struct Tiles {
   static bool fit(const Product<Type>&) { return false; }
-  void fill(const Product<Type>&, const Layer<Type>&, int64_t, int64_t, int64_t) {}
+  void fill(const Product<Type>&, const PanelLayer&, int64_t, int64_t, int64_t) {}
 };
 
 #if defined(__AMX_BF16__)
@@ -169,21 +158,14 @@ struct Tiles {
 template <>
 class Tiles<BFloat16> {
  public:
-  static constexpr int64_t SIDE = 16;
-
-  static bool fit(const Product<BFloat16>& work) {
-    return tiles_allowed() && work.steps % SIDE == 0;
-  }
-
-  ~Tiles() {
-    if (shaped_) _tile_release();
-  }
+  static bool fit(const Product<BFloat16>& work) { return tiles_allowed() && work.steps % SIDE == 0; }
 
   // A panel's features of some rows, at most MOST_TOGETHER. Blocks of weights, which the first cache holds, meet all of
   // them there.
-  void fill(const Product<BFloat16>& work, const Layer<BFloat16>& layer, int64_t panel, int64_t first, int64_t rows) {
+  void fill(const Product<BFloat16>& work, const PanelLayer& layer, int64_t panel, int64_t first, int64_t rows) {
     constexpr int64_t STEP = BFloat16::STEP;
-    const uint16_t* weight = layer.weight + panel * work.steps * PANEL * STEP;
+    const uint16_t* weight = work.panel(layer, panel);
+    const auto* outputs = static_cast<const uint16_t*>(layer.outputs) + first * layer.apart + panel * PANEL;
     const int64_t most = rows > 2 * SIDE ? BLOCK : work.steps;
     float sums[MOST_TOGETHER][PANEL];
     for (int64_t begin = 0; begin < work.steps; begin += most)
@@ -192,78 +174,31 @@ class Tiles<BFloat16> {
         const uint16_t* inputs = work.inputs + (first + row) * work.apart + begin * STEP;
         const auto multiplied = some > SIDE ? multiply<true> : multiply<false>;
         const bool last = begin + steps == work.steps;
-        shape(some);
+        tiles_.shape(some);
         if (last)
-          for (int64_t r = row; r < row + some; ++r)
-            __builtin_prefetch(layer.outputs + (first + r) * layer.apart + panel * PANEL, 1);
+          for (int64_t r = row; r < row + some; ++r) __builtin_prefetch(outputs + r * layer.apart, 1);
         multiplied(weight + begin * PANEL * STEP, inputs, work.apart, steps, begin > 0, row == 0, sums + row);
         if (last)
-          for (int64_t r = row; r < row + some; ++r) write(layer, panel, first + r, sums[r]);
+          for (int64_t r = row; r < row + some; ++r) write_panel<BFloat16>(layer, panel, first + r, sums[r]);
       }
   }
 
  private:
   static constexpr int64_t BLOCK = 8 * SIDE;  // steps of weights
-  int64_t shaped_ = 0;
-
-  // The tiles: 0 to 3 are sums, two halves of a panel for up to 16 rows and two for others; 4 and 5 inputs of these rows,
-  // 6 and 7 the weights' halves.
-  void shape(int64_t rows) {
-    if (shaped_ == rows) return;
-    TileShapes tiles;
-    const int64_t first = std::min(rows, SIDE);
-    const int64_t heights[] = {first, first, rows - first, rows - first, first, rows - first, SIDE, SIDE};
-    for (int i = 0; i < 8; ++i) {
-      tiles.heights[i] = static_cast<uint8_t>(heights[i]);
-      tiles.bytes[i] = heights[i] ? LINE : 0;
-    }
-    tiles.load();
-    shaped_ = rows;
-  }
+  AmxTiles tiles_;
 
   // Begins the sums, or goes on with them (`more`). The rows that come first ask for the next weights.
   template <bool BOTH>
   static void multiply(const uint16_t* weight, const uint16_t* inputs, int64_t apart, int64_t steps, bool more, bool asks,
                        float (*sums)[PANEL]) {
-    constexpr int64_t WIDTH = PANEL * BFloat16::STEP * sizeof(uint16_t);  // bytes of a step's weights
+    constexpr int64_t WIDTH = PANEL * BFloat16::STEP;  // numbers of a step's weights
     constexpr int64_t ROW = PANEL * sizeof(float);
-    const int64_t row = apart * sizeof(uint16_t);
-    if (more) {
-      _tile_loadd(0, sums[0], ROW);
-      _tile_loadd(1, sums[0] + PANEL / 2, ROW);
-      if constexpr (BOTH) {
-        _tile_loadd(2, sums[SIDE], ROW);
-        _tile_loadd(3, sums[SIDE] + PANEL / 2, ROW);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (BOTH) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
+    more ? load_sums<BOTH>(sums, ROW, ROW / 2, SIDE * ROW) : zero_sums<BOTH>();
+    for (int64_t step = 0; step < steps; step += SIDE, weight += SIDE * WIDTH, inputs += SIDE * BFloat16::STEP) {
+      if (asks) prefetch(weight, SIDE * WIDTH * sizeof(*weight));
+      add_products<BOTH>(inputs, apart, weight, weight + PANEL, WIDTH);
     }
-    for (int64_t step = 0; step < steps; step += SIDE) {
-      if (asks) prefetch(weight, SIDE * WIDTH);
-      _tile_loadd(6, weight, WIDTH);
-      _tile_loadd(7, weight + PANEL, WIDTH);
-      _tile_loadd(4, inputs, row);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (BOTH) {
-        _tile_loadd(5, inputs + SIDE * apart, row);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      weight += SIDE * PANEL * BFloat16::STEP;
-      inputs += SIDE * BFloat16::STEP;
-    }
-    _tile_stored(0, sums[0], ROW);
-    _tile_stored(1, sums[0] + PANEL / 2, ROW);
-    if constexpr (BOTH) {
-      _tile_stored(2, sums[SIDE], ROW);
-      _tile_stored(3, sums[SIDE] + PANEL / 2, ROW);
-    }
+    store_sums<BOTH>(sums, ROW, ROW / 2, SIDE * ROW);
   }
 };
 #endif
@@ -272,17 +207,17 @@ class Tiles<BFloat16> {
 template <class Type>
 void multiply(const Product<Type>& work) {
   int64_t panels = 0;
-  for (const Layer<Type>& layer : work.layers) panels += panels_of(layer.features);
-  const int64_t cost = std::max<int64_t>(1, work.rows * work.steps * Type::STEP * PANEL);
+  for (const PanelLayer& layer : work.layers) panels += panels_of(layer.features);
+  const int64_t cost = work.rows * work.steps * Type::STEP * PANEL;
   const bool tiled = Tiles<Type>::fit(work);
   const int64_t wide = work.steps * Type::STEP * sizeof(*work.inputs);
   const int64_t most = std::clamp(TOGETHER / std::max<int64_t>(1, wide) / 64 * 64, LEAST_TOGETHER, MOST_TOGETHER);
-  slipstream::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, panels, share_of(cost), [&](int64_t begin, int64_t end) {
     Tiles<Type> tiles;
     for (int64_t row = 0; row < work.rows; row += most) {
       const int64_t rows = std::min(most, work.rows - row);
       int64_t before = 0;  // panels of earlier layers
-      for (const Layer<Type>& layer : work.layers) {
+      for (const PanelLayer& layer : work.layers) {
         const int64_t count = panels_of(layer.features);
         for (int64_t panel = std::max<int64_t>(0, begin - before); panel < std::min(count, end - before); ++panel)
           tiled ? tiles.fill(work, layer, panel, row, rows) : fill(work, layer, panel, row, rows);
@@ -293,22 +228,17 @@ void multiply(const Product<Type>& work) {
 }
 
 template <class Type>
-void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::span<const slipstream::PanelLayer> layers) {
-  using Item = typename Type::Item;
+void run(const typename Type::Item* inputs, int64_t rows, int64_t width, std::span<const PanelLayer> layers) {
   using Input = typename Factor<Type>::Item;
-  constexpr bool SAME = std::is_same_v<Item, Input>;
-  Product<Type> work{nullptr, rows, width / Type::STEP, width, {}};
-  for (const auto& [weight, bias, features, outputs, apart] : layers)
-    work.layers.push_back({static_cast<const Item*>(weight), static_cast<const Item*>(bias), features,
-                           static_cast<Item*>(outputs), apart});
+  constexpr bool SAME = std::is_same_v<typename Type::Item, Input>;
+  Product<Type> work{nullptr, rows, width / Type::STEP, width, layers};
   const bool colliding = rows > FEW && width && width * sizeof(Input) % COLLIDING == 0;
   if constexpr (SAME) work.inputs = inputs;
   std::unique_ptr<Input[]> copy;
   if (!SAME || colliding) {  // as they are multiplied, with rows that do not push each other out of the cache
     work.apart += colliding ? LINE / sizeof(Input) : 0;
     copy.reset(new Input[rows * work.apart]);
-    const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
-    slipstream::parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
+    slipstream::parallel_for(0, rows, share_of(width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         for (int64_t i = 0; i < width; ++i) copy[row * work.apart + i] = Factor<Type>::take(inputs[row * width + i]);
     });
@@ -348,8 +278,7 @@ Tensor linear(Tensor inputs, Tensor weight, std::optional<Tensor> bias, int64_t 
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
   shape.back() = features;
   Tensor outputs = torch::stable::new_empty(inputs, shape);
-  const slipstream::PanelLayer layer{weight.data_ptr(), bias ? bias->data_ptr() : nullptr, features, outputs.data_ptr(),
-                                     features};
+  const PanelLayer layer{weight.data_ptr(), bias ? bias->data_ptr() : nullptr, features, outputs.data_ptr(), features};
   slipstream::multiply(number, inputs.data_ptr(), inputs.numel() / std::max<int64_t>(1, width), width, {&layer, 1});
   return outputs;
 }

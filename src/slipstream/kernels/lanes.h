@@ -65,6 +65,9 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
+// How many items of so many multiplications are worth a thread.
+inline int64_t share_of(int64_t cost) { return std::max<int64_t>(1, SHARE / std::max<int64_t>(1, cost)); }
+
 template <class To, class From>
 To bits(From from) {
   To to;
@@ -202,23 +205,99 @@ inline void prefetch(const void* place, int64_t bytes) {
 }
 
 #if defined(__AMX_TILE__)
-// The shapes of Intel's tiles (AMX), as the processor reads them: the heights of up to 8, and the bytes of their rows.
-struct alignas(LINE) TileShapes {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t heights[16] = {};
+constexpr int64_t SIDE = 16;  // rows and columns of a tile
 
-  void load() const {
-    asm volatile("" ::"m"(*this) : "memory");  // the intrinsic reads more than compilers know
-    _tile_loadconfig(this);
+// Intel's tiles (AMX), while a thread works with them: 0 to 3 are sums, two halves of a panel for up to SIDE rows and two
+// for others; 4 and 5 the inputs of these rows, 6 and 7 the halves' weights.
+class AmxTiles {
+ public:
+  ~AmxTiles() {
+    if (rows_) _tile_release();
   }
+
+  // Shapes them for `rows` rows, of which `bytes` of inputs meet weights of so many steps at a time.
+  void shape(int64_t rows, int64_t steps = SIDE, int64_t bytes = LINE) {
+    if (rows_ == rows) return;
+    const int64_t first = std::min(rows, SIDE), rest = rows - first;
+    const int64_t heights[] = {first, first, rest, rest, first, rest, steps, steps};
+    Shapes shapes;
+    for (int i = 0; i < 8; ++i) {
+      shapes.heights[i] = static_cast<uint8_t>(heights[i]);
+      shapes.bytes[i] = static_cast<uint16_t>(!heights[i] ? 0 : i == 4 || i == 5 ? bytes : LINE);
+    }
+    asm volatile("" ::"m"(shapes) : "memory");  // the intrinsic reads more than compilers know
+    _tile_loadconfig(&shapes);
+    rows_ = rows;
+  }
+
+ private:
+  struct alignas(LINE) Shapes {  // as the processor reads them
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t heights[16] = {};
+  };
+
+  int64_t rows_ = 0;
 };
+
+// The sums of tiles, of up to SIDE rows or of BOTH: from or to memory with `row` bytes from row to row, `half` to the second
+// half of a panel, and `below` to the other rows.
+template <bool BOTH>
+inline __attribute__((always_inline)) void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (BOTH) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+template <bool BOTH>
+inline __attribute__((always_inline)) void load_sums(const void* from, int64_t row, int64_t half, int64_t below) {
+  const char* place = static_cast<const char*>(from);
+  _tile_loadd(0, place, row);
+  _tile_loadd(1, place + half, row);
+  if constexpr (BOTH) {
+    _tile_loadd(2, place + below, row);
+    _tile_loadd(3, place + below + half, row);
+  }
+}
+
+template <bool BOTH>
+inline __attribute__((always_inline)) void store_sums(void* to, int64_t row, int64_t half, int64_t below) {
+  char* place = static_cast<char*>(to);
+  _tile_stored(0, place, row);
+  _tile_stored(1, place + half, row);
+  if constexpr (BOTH) {
+    _tile_stored(2, place + below, row);
+    _tile_stored(3, place + below + half, row);
+  }
+}
 
 // Asks the system for Intel's tiles (AMX), which processes may use only then.
 inline bool tiles_allowed() {
   constexpr int REQUEST = 0x1023, DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool allowed = syscall(SYS_arch_prctl, REQUEST, DATA) == 0;
   return allowed;
+}
+#endif
+
+#if defined(__AMX_BF16__)
+// Adds the products of SIDE pairs of bfloat16: inputs of up to SIDE rows, or of BOTH, with weights of both halves.
+template <bool BOTH>
+inline __attribute__((always_inline)) void add_products(const uint16_t* inputs, int64_t apart, const uint16_t* weights,
+                                                        const uint16_t* others, int64_t onward) {
+  const int64_t row = apart * sizeof(*inputs), step = onward * sizeof(*weights);
+  _tile_loadd(4, inputs, row);
+  _tile_loadd(6, weights, step);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, others, step);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (BOTH) {
+    _tile_loadd(5, inputs + SIDE * apart, row);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
 }
 #endif
 
@@ -248,7 +327,7 @@ void as_constant(int64_t number, const Run& run) {
   as_constant(number, run, std::make_integer_sequence<int, MOST>());
 }
 
-// A panel's features of a row: the bias is added before the one rounding.
+// A panel's features of a row, of which `count` are there: the bias is added before the one rounding.
 template <class Type>
 void write_panel(const float* sums, const typename Type::Item* bias, typename Type::Item* output, int64_t count) {
   float found[PANEL];
@@ -261,6 +340,15 @@ void write_panel(const float* sums, const typename Type::Item* bias, typename Ty
     std::memcpy(output, rounded, sizeof(rounded));
   else
     std::copy(rounded, rounded + count, output);
+}
+
+template <class Type, class Weight>
+void write_panel(const slipstream::Layer<Weight>& layer, int64_t panel, int64_t row, const float* sums) {
+  using Item = typename Type::Item;
+  const int64_t first = panel * PANEL;
+  const auto* bias = static_cast<const Item*>(layer.bias);
+  write_panel<Type>(sums, bias ? bias + first : nullptr, static_cast<Item*>(layer.outputs) + row * layer.apart + first,
+                    std::min<int64_t>(PANEL, layer.features - first));
 }
 
 }  // namespace

@@ -11,18 +11,11 @@ namespace {
 
 constexpr int64_t BLOCK = 64 * LANES;  // of a vocabulary: summed in float32; blocks are added in float64
 
-// Laws or logits (rows, positions, vocabulary), the vocabulary in one piece.
-template <class Type>
-struct Laws {
-  const typename Type::Item* data;
-  int64_t rows, positions, vocabulary, row_stride, stride;
+using slipstream::Laws;
 
-  explicit Laws(const Tensor& tensor)
-      : data(static_cast<const typename Type::Item*>(tensor.data_ptr())), rows(tensor.size(0)), positions(tensor.size(1)),
-        vocabulary(tensor.size(2)), row_stride(tensor.stride(0)), stride(tensor.stride(1)) {}
-
-  const typename Type::Item* at(int64_t row, int64_t position) const { return data + row * row_stride + position * stride; }
-};
+Laws laws_of(const Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.size(0), tensor.size(1), tensor.size(2), tensor.stride(0), tensor.stride(1)};
+}
 
 double total(const Lanes& lanes) {
   double sum = 0;
@@ -56,8 +49,7 @@ Lanes excess(const Lanes& p, float weight, const Lanes& q) {
 // Every position of so many rows, divided among threads.
 template <class Run>
 void for_positions(int64_t rows, int64_t positions, int64_t vocabulary, const Run& run) {
-  slipstream::parallel_for(0, rows * positions, std::max<int64_t>(1, SHARE / std::max<int64_t>(1, vocabulary)),
-                              [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, rows * positions, share_of(vocabulary), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run(i, i / positions, i % positions);
   });
 }
@@ -70,11 +62,11 @@ void check(const Tensor& p, const Tensor& q) {
                   "slipstream: laws of other shapes");
 }
 
-// The sums of min(p, q), and of max(weight p - q, 0), over a vocabulary.
-std::pair<double, double> compare(const float* p, const float* q, float weight, int64_t vocabulary) {
+// The sums of min(p, q), and of max(weight p - q, 0), over the vocabulary of a position.
+std::pair<double, double> compare(const Laws& p, const Laws& q, int64_t row, int64_t position, float weight) {
   double both = 0, rest = 0;
   Lanes less = {}, more = {};
-  in_blocks(p, q, vocabulary,
+  in_blocks(p.at<float>(row, position), q.at<float>(row, position), q.vocabulary,
             [&](const Lanes& left, const Lanes& right, int64_t) {
               less += left < right ? left : right;
               more += excess(left, weight, right);
@@ -90,21 +82,20 @@ std::pair<double, double> compare(const float* p, const float* q, float weight, 
 // Laws p and q -> the sums of min(p, q) at the positions of q.
 Tensor overlap(Tensor p, Tensor q) {
   check(p, q);
-  const Laws<Float32> ours(p), theirs(q);
+  const Laws ours = laws_of(p), theirs = laws_of(q);
   Tensor shared = torch::stable::new_empty(p, std::vector<int64_t>{theirs.rows, theirs.positions}, ScalarType::Float);
   for_positions(theirs.rows, theirs.positions, theirs.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
-    static_cast<float*>(shared.data_ptr())[i] =
-        static_cast<float>(compare(ours.at(row, position), theirs.at(row, position), 0, theirs.vocabulary).first);
+    static_cast<float*>(shared.data_ptr())[i] = static_cast<float>(compare(ours, theirs, row, position, 0).first);
   });
   return shared;
 }
 
 // Writes b_0..b_n of n drafted tokens: b_i = min(1, b_(i-1) p(x_i)/q(x_i)).
-void write_survival(const Laws<Float32>& ours, const Laws<Float32>& theirs, int64_t row, const int64_t* tokens, double* b) {
+void write_survival(const Laws& ours, const Laws& theirs, int64_t row, const int64_t* tokens, double* b) {
   b[0] = 1;
   for (int64_t i = 0; i < theirs.positions; ++i) {
     STD_TORCH_CHECK(tokens[i] >= 0 && tokens[i] < theirs.vocabulary, "slipstream::block_tests: token ", tokens[i]);
-    const double numerator = b[i] * ours.at(row, i)[tokens[i]], denominator = theirs.at(row, i)[tokens[i]];
+    const double numerator = b[i] * ours.at<float>(row, i)[tokens[i]], denominator = theirs.at<float>(row, i)[tokens[i]];
     b[i + 1] = numerator < denominator ? numerator / denominator : numerator > 0;
   }
 }
@@ -113,7 +104,7 @@ void write_survival(const Laws<Float32>& ours, const Laws<Float32>& theirs, int6
 // weights (rows, n, 2) of the coins for "these stand" and "they do not" in float64, and the sums of min(p, q) in float32.
 std::tuple<Tensor, Tensor, Tensor> block_tests(Tensor p, Tensor q, Tensor tokens, Tensor lengths) {
   check(p, q);
-  const Laws<Float32> ours(p), theirs(q);
+  const Laws ours = laws_of(p), theirs = laws_of(q);
   const int64_t rows = theirs.rows, count = theirs.positions;
   STD_TORCH_CHECK(tokens.scalar_type() == ScalarType::Long && tokens.is_contiguous() && tokens.numel() == rows * count &&
                       lengths.scalar_type() == ScalarType::Long && lengths.is_contiguous() && lengths.numel() == rows,
@@ -134,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor> block_tests(Tensor p, Tensor q, Tensor tokens
   for (int64_t row = 0; row < rows; ++row) write_survival(ours, theirs, row, drafted + row * count, b + row * (count + 1));
   for_positions(rows, count, theirs.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
     const float weight = static_cast<float>(b[row * (count + 1) + position]);
-    const auto [both, rest] = compare(ours.at(row, position), theirs.at(row, position), weight, theirs.vocabulary);
+    const auto [both, rest] = compare(ours, theirs, row, position, weight);
     static_cast<float*>(shared.data_ptr())[i] = static_cast<float>(both);
     if (position > 0) toss(row, position, rest);
     if (position == count - 1) toss(row, count, 0);  // behind the last token there is no law of the draft
@@ -166,7 +157,7 @@ bool write_residual(const float* p, const float* q, float weight, int64_t vocabu
 // with weights (rows), or p where that is nothing; after all tokens p.
 Tensor following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor weights) {
   check(p, q);
-  const Laws<Float32> ours(p), theirs(q);
+  const Laws ours = laws_of(p), theirs = laws_of(q);
   STD_TORCH_CHECK(accepted.scalar_type() == ScalarType::Long && refused.scalar_type() == ScalarType::Bool &&
                       weights.scalar_type() == ScalarType::Double && accepted.numel() == ours.rows &&
                       refused.numel() == ours.rows && weights.numel() == ours.rows && accepted.is_contiguous() &&
@@ -183,8 +174,8 @@ Tensor following(Tensor p, Tensor q, Tensor accepted, Tensor refused, Tensor wei
     const bool rest = rests[row];
     const float weight = static_cast<float>(static_cast<const double*>(weights.data_ptr())[row]);
     float* output = static_cast<float*>(outputs.data_ptr()) + row * ours.vocabulary;
-    const float* law = ours.at(row, place);
-    if (!rest || !write_residual(law, theirs.at(row, place), weight, ours.vocabulary, output))
+    const float* law = ours.at<float>(row, place);
+    if (!rest || !write_residual(law, theirs.at<float>(row, place), weight, ours.vocabulary, output))
       std::copy_n(law, ours.vocabulary, output);
   });
   return outputs;
@@ -234,13 +225,12 @@ void find_greatest(const typename Type::Item* logits, int64_t vocabulary, float&
 
 }  // namespace
 
-void slipstream::greatest(Number number, const Logits& logits, float* values, int64_t* indices) {
+void slipstream::greatest(Number number, const Laws& logits, float* values, int64_t* indices) {
   with_type(number, [&](auto type) {
     using Type = decltype(type);
-    const auto* data = static_cast<const typename Type::Item*>(logits.data);
     for_positions(logits.rows, logits.positions, logits.vocabulary, [&](int64_t i, int64_t row, int64_t position) {
-      find_greatest<Type>(data + row * logits.row_stride + position * logits.stride, logits.vocabulary, values[i],
-                          indices[i]);
+      const auto* some = logits.at<typename Type::Item>(row, position);
+      find_greatest<Type>(some, logits.vocabulary, values[i], indices[i]);
     });
   });
 }
@@ -254,10 +244,8 @@ std::tuple<Tensor, Tensor> greatest(Tensor logits) {
   const std::vector<int64_t> shape = {logits.size(0), logits.size(1)};
   Tensor values = torch::stable::new_empty(logits, shape, ScalarType::Float);
   Tensor indices = torch::stable::new_empty(logits, shape, ScalarType::Long);
-  const slipstream::Number number = number_of(logits, "greatest");
-  slipstream::greatest(number,
-                       {logits.data_ptr(), logits.size(0), logits.size(1), logits.size(2), logits.stride(0), logits.stride(1)},
-                       static_cast<float*>(values.data_ptr()), static_cast<int64_t*>(indices.data_ptr()));
+  slipstream::greatest(number_of(logits, "greatest"), laws_of(logits), static_cast<float*>(values.data_ptr()),
+                       static_cast<int64_t*>(indices.data_ptr()));
   return {values, indices};
 }
 

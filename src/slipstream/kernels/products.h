@@ -14,15 +14,19 @@ namespace slipstream {
 // The type of inputs, outputs and biases, and of weights that are not quantized.
 enum class Number { FLOAT32, BFLOAT16 };
 
-// ---- weights in float32 or bfloat16 (cpu.cpp) -----------------------------------------------------------------------
-
-struct PanelLayer {
-  const void* weight;  // in panels
-  const void* bias;    // (features) or null
+// A layer whose weight is in panels.
+template <class Weight>
+struct Layer {
+  Weight weight;
+  const void* bias;  // (features) or null
   int64_t features;
   void* outputs;  // of the first row; of the next ones `apart` items behind
   int64_t apart;
 };
+
+// ---- weights in float32 or bfloat16 (cpu.cpp) -----------------------------------------------------------------------
+
+using PanelLayer = Layer<const void*>;
 
 // Inputs (rows, width) and layers that read them.
 void multiply(Number number, const void* inputs, int64_t rows, int64_t width, std::span<const PanelLayer> layers);
@@ -46,13 +50,7 @@ struct Weights {
   Scale scale;
 };
 
-struct QuantizedLayer {
-  Weights weights;
-  const void* bias;  // (features) or null
-  int64_t features;
-  void* outputs;  // as above
-  int64_t apart;
-};
+using QuantizedLayer = Layer<Weights>;
 
 // Inputs (rows, groups * group) as whole numbers from -127 to 127, with the scale of every group, the sum of its numbers,
 // and their product, its total: (groups, rows). Rows of codes are `apart`, so that they do not push each other out of the
@@ -101,13 +99,19 @@ void attend(Number number, const Attended& work);
 
 // ---- laws (laws.cpp) ------------------------------------------------------------------------------------------------
 
-struct Logits {
-  const void* data;  // (rows, positions, vocabulary), the vocabulary in one piece
+// Laws or logits (rows, positions, vocabulary), the vocabulary in one piece.
+struct Laws {
+  const void* data;
   int64_t rows, positions, vocabulary, row_stride, stride;
+
+  template <class Item>
+  const Item* at(int64_t row, int64_t position) const {
+    return static_cast<const Item*>(data) + row * row_stride + position * stride;
+  }
 };
 
 // The greatest of the logits of each position, and the first index with it.
-void greatest(Number number, const Logits& logits, float* values, int64_t* indices);
+void greatest(Number number, const Laws& logits, float* values, int64_t* indices);
 
 // For each row the first index at which its summed weights exceed that part of their total; rows are `apart`.
 void inverse(const float* weights, int64_t rows, int64_t vocabulary, int64_t apart, const double* chances, int64_t* found);

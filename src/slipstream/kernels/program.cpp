@@ -131,7 +131,7 @@ struct Walk {
   void each(const Run& run) const {
     if (!inner() || !outer()) return;
     const int64_t chunks = (inner() + CHUNK - 1) / CHUNK;
-    const int64_t grain = std::max<int64_t>(1, SHARE / 4 / std::min(inner(), CHUNK));
+    const int64_t grain = share_of(4 * std::min(inner(), CHUNK));
     slipstream::parallel_for(0, outer() * chunks, grain, [&](int64_t from, int64_t to) {
       for (int64_t item = from; item < to; ++item) {
         int64_t places[COUNT];
@@ -339,8 +339,7 @@ void for_rows(const Array& array, int reduced, const Run& run) {
   const int64_t width = inner.count();
   if (!outer.count()) return;
   const Walk<1> rows({&outer}), places({&inner});
-  const int64_t grain = std::max<int64_t>(1, SHARE / 4 / std::max<int64_t>(1, width));
-  slipstream::parallel_for(0, outer.count(), grain, [&](int64_t from, int64_t to) {
+  slipstream::parallel_for(0, outer.count(), share_of(4 * width), [&](int64_t from, int64_t to) {
     std::vector<Compute> numbers(width + LANES);
     for (int64_t row = from; row < to; ++row) {
       int64_t start[1], place[1];
@@ -448,8 +447,7 @@ void at_indices(const Array& array, const Array& other, const Array& indices, in
 // Arrays (batch, m, k) and (batch, k, n): sums in the order of k, or in chains where k lies side by side.
 void matmul(const Array& out, const Array& left, const Array& right) {
   const int64_t m = left.sizes[1], k = left.sizes[2], n = right.sizes[2];
-  const int64_t grain = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, k * n));
-  slipstream::parallel_for(0, left.sizes[0] * m, grain, [&](int64_t from, int64_t to) {
+  slipstream::parallel_for(0, left.sizes[0] * m, share_of(k * n), [&](int64_t from, int64_t to) {
     std::vector<float> own(k), other(std::max(k, n)), sums(n);
     for (int64_t item = from; item < to; ++item) {
       const int64_t batch = item / m, row = item % m, place = batch * right.strides[0];
@@ -509,7 +507,7 @@ void quantized_linear(const std::vector<Array>& outs, const std::vector<Array>& 
   const slipstream::Number number = number_of(in[0]);
   if (!numbers[1]) return slipstream::multiply(number, in[0].data, rows, width, layers);
   thread_local slipstream::WholeInputs rounded;
-  rounded.take(number, in[0].data, rows, width, layers[0].weights.groups, layers[0].weights.group);
+  rounded.take(number, in[0].data, rows, width, layers[0].weight.groups, layers[0].weight.group);
   slipstream::multiply(rounded, layers, number);
 }
 

@@ -30,8 +30,6 @@ constexpr int MORE_ROWS = 8;   // which take turns with codes that stay there
 template <class Form, int ROWS>
 constexpr bool TURNS = PAIRS && (LANES == 16 || ROWS > 3) && (Form::BITS == 4 || Form::SCALE == Scale::STEPS);
 
-constexpr int64_t SIDE = 16;  // rows and features of a tile
-
 using Inputs = slipstream::WholeInputs;
 
 // The whole numbers nearest to exact products, of which the even ones if there are two: the same on any processor.
@@ -92,25 +90,12 @@ void quantize_group(const typename Type::Item* given, int64_t count, Inputs& inp
 }
 
 // A layer of a product, with bias and outputs in float32 if it is `wide`, else in bfloat16.
-struct Layer {
-  Weights weights;
-  const void* bias;  // (features) or null
-  int64_t features;
-  void* outputs;  // of the first row; of the next ones `apart` items behind
-  int64_t apart;
+struct Layer : slipstream::QuantizedLayer {
   bool wide;
 
   // Writes a row's features of a panel.
   void write(int64_t panel, int64_t row, const float* sums) const {
-    wide ? write_as<Float32>(panel, row, sums) : write_as<BFloat16>(panel, row, sums);
-  }
-
-  template <class Type>
-  void write_as(int64_t panel, int64_t row, const float* sums) const {
-    using Item = typename Type::Item;
-    const int64_t first = panel * PANEL;
-    write_panel<Type>(sums, bias ? static_cast<const Item*>(bias) + first : nullptr,
-                      static_cast<Item*>(outputs) + row * apart + first, std::min<int64_t>(PANEL, features - first));
+    wide ? write_panel<Float32>(*this, panel, row, sums) : write_panel<BFloat16>(*this, panel, row, sums);
   }
 };
 
@@ -236,7 +221,7 @@ template <class Form, int ROWS, int STEPS>
 void tile_in_turns(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) {
   constexpr int64_t STEP = QUAD * 8 / Form::BITS, VECTOR = LANES * QUAD, BYTES = STEPS * PANEL * QUAD;
   const int64_t apart = inputs.apart;
-  const uint8_t* codes = layer.weights.codes + panel * inputs.groups * (inputs.group / STEP) * PANEL * QUAD;
+  const uint8_t* codes = layer.weight.codes + panel * inputs.groups * (inputs.group / STEP) * PANEL * QUAD;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
@@ -247,7 +232,7 @@ void tile_in_turns(const Layer& layer, const Inputs& inputs, int64_t panel, int6
         begin ? take_turns<Form::BITS, STEPS, ROWS, false>(codes + part * VECTOR, given, apart, found[part])
               : take_turns<Form::BITS, STEPS, ROWS, true>(codes + part * VECTOR, given, apart, found[part]);
       }
-    const Numbers<Form> numbers(layer.weights, panel, group);
+    const Numbers<Form> numbers(layer.weight, panel, group);
     for (int part = 0; part < PARTS; ++part) {
       const Lanes zero = numbers.zeros(part), scale = numbers.scales(part), offset = numbers.offsets(part);
       for (int r = 0; r < ROWS; ++r)
@@ -270,11 +255,11 @@ void tile(const Layer& layer, const Inputs& inputs, int64_t panel, int64_t row) 
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD, VECTOR = LANES * QUAD;
   constexpr int WIDE = LANES == 16 ? PARTS : ROWS == 1 ? 4 : ROWS <= (BITS == 8 ? 2 : 3) ? 2 : 1;  // vectors of a panel
   const int64_t steps = inputs.group / STEP, run = std::min<int64_t>(inputs.group, 32) / STEP, apart = inputs.apart;
-  const uint8_t* codes = layer.weights.codes + panel * inputs.groups * steps * WIDTH;
+  const uint8_t* codes = layer.weight.codes + panel * inputs.groups * steps * WIDTH;
   const int8_t* given = inputs.codes.data() + row * apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group, codes += steps * WIDTH, given += inputs.group) {
-    const Numbers<Form> numbers(layer.weights, panel, group);
+    const Numbers<Form> numbers(layer.weight, panel, group);
     for (int first = 0; first < PARTS; first += WIDE) {
       Products<BITS, ROWS> found[ROWS][WIDE];
       uintptr_t later = reinterpret_cast<uintptr_t>(codes) + AHEAD + first * VECTOR * steps;
@@ -317,15 +302,11 @@ class Tiles {
 
   explicit Tiles(const Inputs& inputs) : inputs_(inputs), depth_(std::min(inputs.group, SIDE * QUAD)) {}
 
-  ~Tiles() {
-    if (shaped_) _tile_release();
-  }
-
   // A panel's features of the first `rows` rows.
   void fill(const Layer& layer, int64_t panel, int64_t rows) {
     for (int64_t row = 0; row < rows; row += 2 * SIDE) {
       const int64_t some = std::min(2 * SIDE, rows - row);
-      shape(some);
+      tiles_.shape(some, depth_ / QUAD, depth_);
       some > SIDE ? sum<true>(layer, panel, row, some) : sum<false>(layer, panel, row, some);
     }
   }
@@ -337,22 +318,7 @@ class Tiles {
 
   const Inputs& inputs_;
   const int64_t depth_;  // inputs of a tile
-  int64_t shaped_ = 0;
-
-  // Tiles 0 to 3 are sums, two halves of a panel for up to 16 rows and two for others; 4 and 5 inputs of these rows, 6 and 7
-  // the halves' codes.
-  void shape(int64_t rows) {
-    if (shaped_ == rows) return;
-    TileShapes tiles;
-    const int64_t first = std::min(rows, SIDE), codes = depth_ / QUAD;
-    const int64_t heights[] = {first, first, rows - first, rows - first, first, rows - first, codes, codes};
-    for (int i = 0; i < 8; ++i) {
-      tiles.heights[i] = static_cast<uint8_t>(heights[i]);
-      tiles.bytes[i] = static_cast<uint16_t>(!heights[i] ? 0 : i == 4 || i == 5 ? depth_ : LINE);
-    }
-    tiles.load();
-    shaped_ = rows;
-  }
+  AmxTiles tiles_;
 
   // A panel's features of `rows` rows. Tiles multiply a group while vectors scale and add the products of the one before.
   template <bool BOTH>
@@ -360,14 +326,14 @@ class Tiles {
     alignas(LINE) Lanes sums[2 * SIDE][PARTS] = {};
     alignas(LINE) Whole products[2][PARTS * 2][SIDE];
     const int64_t groups = inputs_.groups, bytes = inputs_.group / STEP * WIDTH;
-    const uint8_t* codes = layer.weights.codes + panel * groups * bytes;
+    const uint8_t* codes = layer.weight.codes + panel * groups * bytes;
     const int8_t* given = inputs_.codes.data() + row * inputs_.apart;
     multiply<BOTH>(codes, given, products[0]);
     for (int64_t group = 0; group < groups; ++group) {
       if (row == 0) prefetch(codes + group * bytes, bytes);
       const int64_t next = group + 1;
       if (next < groups) multiply<BOTH>(codes + next * bytes, given + next * inputs_.group, products[next % 2]);
-      const Numbers<Form> numbers(layer.weights, panel, group);
+      const Numbers<Form> numbers(layer.weight, panel, group);
       for (int tile = 0; tile < (BOTH ? 4 : 2); ++tile) {
         const int part = tile % PARTS;
         const int64_t first = tile / PARTS * SIDE, place = group * inputs_.rows + row + first;
@@ -388,13 +354,9 @@ class Tiles {
 
   // A group's codes of a panel with its inputs of all rows.
   template <bool BOTH>
-  void multiply(const uint8_t* codes, const int8_t* given, Whole (*products)[SIDE]) const {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (BOTH) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+  inline __attribute__((always_inline)) void multiply(const uint8_t* codes, const int8_t* given,
+                                                      Whole (*products)[SIDE]) const {
+    zero_sums<BOTH>();
     for (int64_t first = 0; first < inputs_.group; first += depth_, codes += depth_ / STEP * WIDTH) {
       alignas(LINE) Words single[SIDE][PARTS];  // codes in bytes of their own
       const uint8_t* from = codes;
@@ -419,12 +381,7 @@ class Tiles {
         _tile_dpbsud(3, 5, 7);
       }
     }
-    _tile_stored(0, products[0], LINE);
-    _tile_stored(1, products[1], LINE);
-    if constexpr (BOTH) {
-      _tile_stored(2, products[2], LINE);
-      _tile_stored(3, products[3], LINE);
-    }
+    store_sums<BOTH>(products, LINE, SIDE * LINE, 2 * SIDE * LINE);
   }
 };
 #else
@@ -455,10 +412,10 @@ void fill(const Layer& layer, const Inputs& inputs, int64_t panel, Tiles<Form>& 
 // Every thread takes its part of the panels of all layers.
 template <class Form>
 void multiply(const std::vector<Layer>& layers, const Inputs& inputs) {
-  const int64_t cost = std::max<int64_t>(1, inputs.rows * inputs.groups * inputs.group * PANEL);
+  const int64_t cost = inputs.rows * inputs.groups * inputs.group * PANEL;
   int64_t panels = 0;
   for (const Layer& layer : layers) panels += panels_of(layer.features);
-  slipstream::parallel_for(0, panels, std::max<int64_t>(1, SHARE / cost), [&](int64_t begin, int64_t end) {
+  slipstream::parallel_for(0, panels, share_of(cost), [&](int64_t begin, int64_t end) {
     Tiles<Form> tiles(inputs);
     for (const Layer& layer : layers) {
       const int64_t count = panels_of(layer.features);
@@ -490,11 +447,11 @@ void plain_tile(const Layer& layer, const Plain& inputs, int64_t panel, int64_t 
   constexpr int BITS = Form::BITS;
   constexpr int64_t STEP = QUAD * 8 / BITS, WIDTH = PANEL * QUAD;
   const int64_t steps = inputs.group / STEP;
-  const uint8_t* codes = layer.weights.codes + panel * inputs.groups * steps * WIDTH;
+  const uint8_t* codes = layer.weight.codes + panel * inputs.groups * steps * WIDTH;
   const float* given = inputs.values.data() + row * inputs.apart;
   Lanes sums[ROWS][PARTS] = {};
   for (int64_t group = 0; group < inputs.groups; ++group) {
-    const Numbers<Form> numbers(layer.weights, panel, group);
+    const Numbers<Form> numbers(layer.weight, panel, group);
     for (int64_t step = 0; step < steps; ++step, codes += WIDTH, given += STEP) {
       prefetch(codes, WIDTH);
       for (int part = 0; part < PARTS; ++part) {
@@ -530,9 +487,8 @@ void multiply(const std::vector<Layer>& layers, const Plain& inputs) {
 template <class Type, class Given>
 void run(const Given& inputs, std::span<const slipstream::QuantizedLayer> layers) {
   std::vector<Layer> found;
-  for (const auto& [weights, bias, features, outputs, apart] : layers)
-    found.push_back({weights, bias, features, outputs, apart, std::is_same_v<Type, Float32>});
-  with_form(layers[0].weights, [&](auto form) { multiply<decltype(form)>(found, inputs); });
+  for (const auto& layer : layers) found.push_back({layer, std::is_same_v<Type, Float32>});
+  with_form(layers[0].weight, [&](auto form) { multiply<decltype(form)>(found, inputs); });
 }
 
 }  // namespace
@@ -543,11 +499,10 @@ void slipstream::WholeInputs::take(Number number, const void* inputs, int64_t ow
   apart = groups * group + (groups * group % COLLIDING ? 0 : LINE);
   codes.assign(rows * apart, 0);
   for (auto* numbers : {&scales, &sums, &totals}) numbers->assign(rows * groups, 0);
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
   with_type(number, [&](auto type) {
     using Type = decltype(type);
     const auto* given = static_cast<const typename Type::Item*>(inputs);
-    parallel_for(0, rows, share, [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows, share_of(width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         for (int64_t i = 0; i < groups; ++i)
           quantize_group<Type>(given + row * width + i * group, std::min(group, width - i * group), *this, row, i);
@@ -563,16 +518,15 @@ void slipstream::multiply(Number number, const void* inputs, int64_t rows, int64
                           std::span<const QuantizedLayer> layers) {
   with_type(number, [&](auto type) {
     using Type = decltype(type);
-    const Weights& first = layers[0].weights;
+    const Weights& first = layers[0].weight;
     const auto* given = static_cast<const typename Type::Item*>(inputs);
     run<Type>(plain<Type>(given, rows, width, first.groups, first.group), layers);
   });
 }
 
 void slipstream::read_rows(const Weights& weights, const int64_t* features, int64_t count, int64_t width, float* outputs) {
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, width));
   with_form(weights, [&](auto form) {
-    parallel_for(0, count, share, [&](int64_t begin, int64_t end) {
+    parallel_for(0, count, share_of(width), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) write_row<decltype(form)>(weights, features[i], width, outputs + i * width);
     });
   });

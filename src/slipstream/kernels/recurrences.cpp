@@ -124,8 +124,8 @@ void run_columns(const DeltaRule& rule, int64_t row, int64_t head, int64_t first
 }
 
 void run(const DeltaRule& rule) {
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, rule.size * rule.width * rule.tokens));
-  slipstream::parallel_for(0, rule.rows * rule.heads, share, [&](int64_t begin, int64_t end) {
+  const int64_t cost = rule.size * rule.width * rule.tokens;
+  slipstream::parallel_for(0, rule.rows * rule.heads, share_of(cost), [&](int64_t begin, int64_t end) {
     const int64_t all = rule.tokens * rule.size;
     std::unique_ptr<float[]> room(new float[2 * all + rule.size * COLUMNS]);
     float *keys = room.get(), *queries = keys + (rule.queries ? all : 0), *state = keys + 2 * all;
@@ -209,8 +209,8 @@ void run_head(const StateSpace& space, int64_t row, int64_t head, const float* i
 }
 
 void run(const StateSpace& space) {
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, space.size * space.width * space.tokens));
-  slipstream::parallel_for(0, space.rows * space.heads, share, [&](int64_t begin, int64_t end) {
+  const int64_t cost = space.size * space.width * space.tokens;
+  slipstream::parallel_for(0, space.rows * space.heads, share_of(cost), [&](int64_t begin, int64_t end) {
     const int64_t padded = space.vectors() * LANES, all = space.tokens * padded;
     std::unique_ptr<float[]> room(new float[2 * all + padded + space.tokens]);
     float *into = room.get(), *out_of = into + (space.out_of ? all : 0), *line = into + 2 * all;
@@ -283,7 +283,7 @@ void convolve(const Tensor& inputs, const Tensor& weight, const std::optional<Te
   using Item = typename Type::Item;
   const int64_t taps = weight.size(1), channels = weight.size(0), places = outputs.size(1), panels = panels_of(channels);
   const auto place = [](const Tensor& tensor) { return static_cast<Item*>(tensor.data_ptr()); };
-  const int64_t share = std::max<int64_t>(1, SHARE / std::max<int64_t>(1, taps * places * PANEL));
+  const int64_t share = share_of(taps * places * PANEL);
   const Item *from = place(inputs), *given = place(weight), *added = bias ? place(*bias) : nullptr;
   const int64_t apart = inputs.stride(0), step = inputs.stride(1), onward = inputs.stride(2);
   Item* to = place(outputs);

@@ -158,32 +158,22 @@ struct Packed {
   }
 };
 
-// Calls `run` with the form of a weight.
+// Calls `run` with the form of a weight, if it is among those with these zeros and scales.
+template <Zero ZERO, Scale SCALE, class Run>
+void if_form(const Weights& weights, const Run& run) {
+  if (weights.zero != ZERO || weights.scale != SCALE) return;
+  weights.bits == 8 ? run(Form<8, ZERO, SCALE>()) : run(Form<4, ZERO, SCALE>());
+}
+
 template <class Run>
 void with_form(const Weights& weights, const Run& run) {
-  const auto with = [&](auto zero, auto scale) {
-    constexpr Zero ZERO = decltype(zero)::value;
-    constexpr Scale SCALE = decltype(scale)::value;
-    weights.bits == 8 ? run(Form<8, ZERO, SCALE>()) : run(Form<4, ZERO, SCALE>());
-  };
-  using Middle = std::integral_constant<Zero, Zero::MIDDLE>;
-  using Code = std::integral_constant<Zero, Zero::CODE>;
-  using Offset = std::integral_constant<Zero, Zero::OFFSET>;
-  const Zero zero = weights.zero;
-  switch (weights.scale) {
-    case Scale::BFLOAT16: {
-      constexpr std::integral_constant<Scale, Scale::BFLOAT16> scale;
-      return zero == Zero::MIDDLE ? with(Middle(), scale) : with(Code(), scale);
-    }
-    case Scale::FLOAT16: {
-      constexpr std::integral_constant<Scale, Scale::FLOAT16> scale;
-      return zero == Zero::MIDDLE ? with(Middle(), scale) : zero == Zero::CODE ? with(Code(), scale) : with(Offset(), scale);
-    }
-    case Scale::STEPS: {
-      constexpr std::integral_constant<Scale, Scale::STEPS> scale;
-      return zero == Zero::MIDDLE ? with(Middle(), scale) : with(Offset(), scale);
-    }
-  }
+  if_form<Zero::MIDDLE, Scale::BFLOAT16>(weights, run);
+  if_form<Zero::CODE, Scale::BFLOAT16>(weights, run);
+  if_form<Zero::MIDDLE, Scale::FLOAT16>(weights, run);
+  if_form<Zero::CODE, Scale::FLOAT16>(weights, run);
+  if_form<Zero::OFFSET, Scale::FLOAT16>(weights, run);
+  if_form<Zero::MIDDLE, Scale::STEPS>(weights, run);
+  if_form<Zero::OFFSET, Scale::STEPS>(weights, run);
 }
 
 }  // namespace

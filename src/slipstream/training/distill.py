@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,11 @@ class DraftCosts:
         """Read the costs of a draft of this name; None without a file. Raises ValueError for those of another one."""
         if not file.exists():
             return None
-        with _stored(file) as record:
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
             known, costs = record["draft"], DraftCosts(record["c"], tuple(record["verify"]))
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
         if known != draft:
             raise ValueError(f"{file.parent} holds the training of another draft ({known}): give another --work.")
         return costs
@@ -101,15 +103,6 @@ class Measurement:
     def read(record: dict[str, Any]) -> Measurement:
         tuples = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
         return Measurement(record["steps"], **{**tuples, "kept": tuple(map(tuple, record["kept"]))})
-
-
-@contextmanager
-def _stored(file: Path) -> Iterator[Any]:
-    """Yield what a file of JSON holds; what the block cannot read in it says that the file is damaged."""
-    try:
-        yield json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
 
 
 def stopped_growing(found: Sequence[Measurement], patience: int) -> int | None:
@@ -210,9 +203,11 @@ class Distiller:
             Checkpoint(folder / STATE, known),
         )
         if (file := folder / MEASURED).exists():
-            with _stored(file) as records:
-                known_ones = map(Measurement.read, records)
+            try:
+                known_ones = map(Measurement.read, json.loads(file.read_text(encoding="utf-8")))
                 self.found += [one for one in known_ones if one.steps <= self.progress.steps]
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file} is damaged ({error}): delete it, or give another folder.") from error
 
     @property
     def progress(self) -> Progress:
