@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
-from levels import processor
+from measurements import machine, typed
 
 import slipstream
 from slipstream.core.stats import Stats
@@ -40,8 +42,8 @@ def main() -> None:
     for draft in args.draft:
         engines[draft] = slipstream.load(model, draft=draft, threads=args.threads, dtype=args.dtype)
     prompts = asked(engines["plain"].tokenizer, args.prompts, args.each)
-    found: dict[str, Any] = {"processor": processor(), "threads": torch.get_num_threads(), "model": Path(model).name}
-    found |= {"prompts": {kind: len(some) for kind, some in prompts.items()}, "new": args.new, "temperatures": {}}
+    found: dict[str, Any] = {"model": Path(model).name, "new": args.new, "temperatures": {}}
+    found["prompts"] = {kind: len(some) for kind, some in prompts.items()}
     with ExitStack() as stack:
         peer = stack.enter_context(started(args.llama, model)) if args.llama else None
         for temperature in args.temperature:
@@ -50,10 +52,12 @@ def main() -> None:
                 programs["llama.cpp"] = theirs(peer, args.new)
             laws = {name: measured(engine, prompts, args.new, temperature) for name, engine in engines.items()}
             found["temperatures"][str(temperature)] = {"alpha": laws, **raced(programs, prompts, args.laps)}
-            show(temperature, found["temperatures"][str(temperature)], list(prompts))
+            record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine() | {"threads": args.threads}}
+            record |= {"commands": [typed()], "figures": [found]}
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"\n*{found['processor']}, {found['threads']} threads; {found['model']}, {args.each} prompts x {args.new}.*")
+                args.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{table(found)}\n\nThe same by processor time:\n\n{table(found, 'tokens/processor second')}\n")
+    print({temperature: at["same"] for temperature, at in found["temperatures"].items()}, "texts are those of plain")
 
 
 def arguments() -> argparse.Namespace:
@@ -66,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=3)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--laps", type=int, default=3)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -145,24 +149,28 @@ def part(medians: dict[str, Any], place: int) -> dict[str, dict[str, float]]:
     return {name: {kind: both[place] for kind, both in kinds.items()} for name, kinds in medians.items()}
 
 
-def show(temperature: float, found: dict[str, Any], kinds: list[str]) -> None:
-    speeds, spent = found["tokens/s"], found["tokens/processor second"]
-    print(
-        f"\n**Temperature {temperature:g}**\n\n| kind | plain, tokens/s | {' | '.join(list(speeds)[1:])} |", flush=True
-    )
-    print(f"|{'---|' * (1 + len(speeds))}")
+def table(found: dict[str, Any], of: str = "tokens/s") -> str:
+    """Return the table of speeds over plain decoding, with alpha, by kind of prompt; the last row is of all kinds."""
+    parts = found["temperatures"].items()
+    lines = ["kind of prompt"], ["---"]
+    for temperature, at in parts:
+        lines[0].append(f"T = {float(temperature):g}: plain, {of}")
+        lines[0].extend(list(at[of])[1:])
+        lines[1].extend(["---"] * len(at[of]))
+    rows = [[kind, *(cell for _, at in parts for cell in cells(at, of, [kind]))] for kind in found["prompts"]]
+    rows.append(["all", *(cell for _, at in parts for cell in cells(at, of, list(found["prompts"])))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in (*lines, *rows))
 
-    def cell(name: str, kind: str) -> str:
-        alpha = found["alpha"].get(name, {}).get(kind, {}).get("alpha")
-        tail = f" ({spent[name][kind] / spent['plain'][kind]:.2f})" if name in found["alpha"] else ""
-        return f"{speeds[name][kind] / speeds['plain'][kind]:.2f}{tail}" + (f", alpha {alpha:.2f}" if alpha else "")
 
-    for kind in kinds:
-        print(f"| {kind} | {speeds['plain'][kind]:.1f} | {' | '.join(cell(name, kind) for name in list(speeds)[1:])} |")
+def cells(at: dict[str, Any], of: str, kinds: list[str]) -> list[str]:
+    """Return the cells of one temperature: plain speed, and of every draft the speed over it and alpha."""
+    speeds = {name: len(kinds) / sum(1 / each[kind] for kind in kinds) for name, each in at[of].items()}
+    found = [f"{speeds['plain']:.1f}"]
     for name in list(speeds)[1:]:
-        ratio = [sum(1 / each[one][kind] for kind in kinds) for each in (speeds, spent) for one in ("plain", name)]
-        print(f"{name}: {ratio[0] / ratio[1]:.2f} x plain, {ratio[2] / ratio[3]:.2f} by processor time", flush=True)
-    print(f"texts of plain: {found['same']}")
+        laws = [at["alpha"][name][kind]["alpha"] for kind in kinds] if name in at["alpha"] else []
+        alphas = [alpha for alpha in laws if alpha is not None]  # nothing may have been drafted
+        found.append(f"{speeds[name] / speeds['plain']:.2f}" + (f" ({mean(alphas):.2f})" if alphas else ""))
+    return found
 
 
 if __name__ == "__main__":

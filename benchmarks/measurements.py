@@ -19,7 +19,7 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 SAME = ("cpu", "cores", "threads", "torch", "transformers", "build")
 """The facts of the machine in which all measurements must agree, so that one document may hold them."""
-ALONE = ("contexts", "race", "race-intel")
+ALONE = ("chat", "contexts", "race", "race-intel")
 """The measurements that need not agree."""
 
 Command = tuple[str, ...]
@@ -132,6 +132,13 @@ def run(command: Command | list[str]) -> str:
 def shown(command: Command) -> Command:
     """Return a command as a reader would type it."""
     return command[1:] if command[0] == "-m" else ("python", *command)
+
+
+def typed() -> str:
+    """Return this process's command as a reader would type it, without the folders of this machine."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv if word != "--write")
+    script, *others = words
+    return " ".join(("python", f"benchmarks/{Path(script).name}", *others))
 
 
 def machine() -> dict[str, Any]:

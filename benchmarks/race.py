@@ -140,7 +140,7 @@ class Book:
             if other := [name for name in mine if its.get(name) != mine[name]]:
                 sys.exit(f"{path} was measured with other {', '.join(other)}: give another --json, or remove the file.")
         begun = {"about": {}, "runs": [], "first": [], "plans": []}
-        commands = dict.fromkeys((*record.get("commands", ()), "python " + command()))
+        commands = dict.fromkeys((*record.get("commands", ()), measurements.typed()))
         record |= {"date": datetime.now(UTC).date().isoformat(), "commands": [*commands]}
         record.setdefault("figures", [begun])
         return cls(path, record)
@@ -157,12 +157,6 @@ class Book:
         self.found[part].append({**key, **figures, "busy": round(os.getloadavg()[0], 1)})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.record, indent=1) + "\n")
-
-
-def command() -> str:
-    """Return the command without the folders of this machine."""
-    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:] if word != "--write")
-    return " ".join(("benchmarks/race.py", *words))
 
 
 def first_tokens(name: str, entries: Sequence[Entry], prompt: list[int], book: Book, args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from slipstream.models.loading.pairings import PAIRINGS
 
 HERE = Path(__file__).parent
 PROGRAMS = ("slipstream", "llama.cpp", "OpenVINO", "transformers")
-LOOKUP, DRAFT = ("lookup@5",), ("draft@5",)
+LOOKUP, DRAFT = ("lookup@5",), ("draft@2", "draft@5")
 
 
 @dataclass(frozen=True)

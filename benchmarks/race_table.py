@@ -75,7 +75,10 @@ def bars(found: Found, model: str) -> Iterator[list[str]]:
         for way in automatic:
             figures.append((f"{said(way)} / plain", 0.98, speeds.of(OURS, way, cell), plain))
             # Of the gammas that raced, 0 (plain) among them: another draft is another choice.
-            fixed = (speeds.of(OURS, way.replace("auto", "5"), cell), plain)
+            ways = [
+                other for program, other in speeds.laps if program == OURS and other.startswith(way[: -len("auto")])
+            ]
+            fixed = [plain, *(speeds.of(OURS, other, cell) for other in ways if other != way)]
             best = max((each for each in fixed if each), default=None)
             figures.append((f"{said(way)} / best fixed gamma", 0.95, speeds.of(OURS, way, cell), best))
         where = f"{model}, {cell[0]} text{'s' if cell[0] > 1 else ''}, T = {cell[1]:g}"

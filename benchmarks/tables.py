@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import chat_file
 import kernel
 import race_table
 from measurements import HERE, MEASUREMENTS, ROOT, measure, records
@@ -255,6 +256,7 @@ def waits_table(record: Record) -> str:
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     **{name: ("race", make) for name, make in race_table.TABLES.items()},
     **{f"{name}-intel": ("race-intel", make) for name, make in race_table.TABLES.items() if name != "speed"},
+    "chat": ("chat", lambda record: chat_file.table(record["figures"][0])),
     "bench": ("bench", bench_table),
     "rules": ("rules", rules_table),
     "beams": ("beams", beams_table),
@@ -278,7 +280,8 @@ def section(name: str, found: Mapping[str, Record]) -> str:
         raise ValueError(f"there is no table {name}: the tables are {', '.join(TABLES)}.")
     source, write = TABLES[name]
     if source not in found:
-        how = "python benchmarks/race.py" if source.startswith("race") else "make figures"
+        alone = {"race": "python benchmarks/race.py", "chat": "python benchmarks/chat_file.py"}
+        how = alone.get(source.partition("-")[0], "make figures")
         return f"*Not measured with this build yet: `{how}` does it. Earlier ones: see its history.*\n"
     return f"{write(found[source])}\n\n{place(found[source])}\n"
 
