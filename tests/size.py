@@ -11,7 +11,7 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 45_235,
+    "lines in src/slipstream": 45_232,
     "lines of tests": 39_263,
     "files that name a sampling option (min_p)": 5,
     "files that name a loading option (encoder_dtype)": 7,

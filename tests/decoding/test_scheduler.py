@@ -15,7 +15,7 @@ from slipstream.core.draws import Rng, draw
 from slipstream.core.protocols import scorers_among
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Round
-from slipstream.core.source import same_source
+from slipstream.core.source import numbers, same_source
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate, plain
@@ -634,8 +634,8 @@ def test_control_a_piece_at_the_wrong_place_is_caught(monkeypatch: pytest.Monkey
 def test_sources_of_sound_are_compared_by_their_features() -> None:
     sounds = [torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(3, 2), (0, 0), None]
     same = [[same_source(left, right) for right in sounds] for left in sounds]
-    alike = {(0, 1), (1, 0)}
-    assert same == [[i == j or (i, j) in alike for j in range(len(sounds))] for i in range(len(sounds))]
+    assert same == [[i == j or {i, j} == {0, 1} for j in range(len(sounds))] for i in range(len(sounds))]
+    assert [numbers(each) == numbers(sounds[0]) for each in sounds[:3]] == [True, True, False]  # the keys of draws
 
 
 def test_rows_wait_while_it_holds_and_have_their_texts_then() -> None:

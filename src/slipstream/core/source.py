@@ -1,6 +1,7 @@
 """Sources: the inputs of an encoder, for which the decoder writes the text."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -62,10 +63,10 @@ def framed(frame: SourceFrame | None, user_input: Source) -> tuple[tuple[int, ..
 
 
 def numbers(source: Source) -> tuple[int, ...]:
-    """Return integers that identify a source: its token ids, or the bits of its features."""
+    """Return integers that identify a source: its token ids, or a digest of its features."""
     if isinstance(source, tuple):
         return source
-    return tuple(source.float().cpu().contiguous().view(torch.int32).flatten().tolist())
+    return tuple(blake2b(source.float().cpu().numpy().tobytes(), digest_size=16).digest())
 
 
 def check_source(form: SourceForm | None, source: Source | None, where: str, model: str) -> None:
