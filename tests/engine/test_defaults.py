@@ -1,5 +1,6 @@
 """The generation config of a model: texts are those of transformers' `generate`, unless a call says otherwise."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,21 @@ def generated(made: PreTrainedModel, prompt: list[int], **settings: Any) -> list
     return made.generate(ids, **settings)[0, len(prompt) :].tolist()
 
 
+@cache
+def without_settings() -> list[list[int]]:
+    return [generated(model({}), prompt) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_texts_are_those_of_generate(name: str) -> None:
     made = model(SETTINGS[name])
     wanted = [generated(made, prompt) for prompt in PROMPTS]
     for draft in (None, "lookup"):
         engine = slipstream.load(made, draft)
-        for prompt, want in zip(PROMPTS, wanted, strict=True):
-            [done] = engine.generate([prompt], max_new_tokens=LENGTH)
-            assert list(done.tokens) == want
-    free, plain = slipstream.load(made, generation_config=NONE), model({})
-    texts = [list(free.generate([each], max_new_tokens=LENGTH)[0].tokens) for each in PROMPTS]
-    assert texts == [generated(plain, prompt) for prompt in PROMPTS] and free.notes == ()
+        assert [list(done.tokens) for done in engine.generate(PROMPTS, max_new_tokens=LENGTH)] == wanted
+    free = slipstream.load(made, generation_config=NONE)
+    texts = [list(done.tokens) for done in free.generate(PROMPTS, max_new_tokens=LENGTH)]
+    assert texts == without_settings() and free.notes == ()
     assert texts != wanted, "the setting changes nothing"
     assert any(setting in engine.notes[-1] for setting in SETTINGS[name])
 

@@ -135,7 +135,7 @@ OPTIONS = (
 
 
 @given(ODD)
-@settings(max_examples=400)
+@settings(max_examples=100)
 @example({"input_ids": {"input_ids": [1]}})
 @example({"input_ids": []})
 def test_any_prompts_are_understood_or_refused(prompts: Any) -> None:

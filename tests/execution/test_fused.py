@@ -89,11 +89,12 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is_after_one_warning(monk
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("name", "layers"), [("llama", 1), pytest.param("gemma3", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["opt", *rare("llama", "gemma3")])
 def test_fused_passes_give_the_eager_logits(
-    monkeypatch: pytest.MonkeyPatch, device: str, name: str, layers: int, backend: str
+    monkeypatch: pytest.MonkeyPatch, device: str, name: str, backend: str
 ) -> None:
     monkeypatch.setattr(graphs, "BACKEND", backend)
+    layers = 1 + (name == "gemma3")  # with two kinds of masks
     model, said = tiny(FAMILIES[name], num_hidden_layers=layers).to(device), list[str]()
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append))
     with warnings.catch_warnings():

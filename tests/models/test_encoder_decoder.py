@@ -2,6 +2,7 @@
 that end early, the logits are those of a fresh forward of each text alone; greedy text is that of transformers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from reference import TOLERANCE, Reference, contract, drafts_change_nothing, families, rounding, source, text
-from slipstream.core.draws import Rng, draw
+from slipstream.core.draws import draw
 from slipstream.core.protocols import Drafter
 from slipstream.core.request import Request, Row
 from slipstream.core.round import Context
@@ -33,26 +34,20 @@ from slipstream.execution.names import state_in, with_cache
 from slipstream.kernels.packing import WHOLE, PackedLinear, can_pack, lowest_bits, packed
 from slipstream.models import encoder_decoder as seq2seq
 from slipstream.models.causal import CausalScorer
-from toys import BART, FAMILIES, GREEDY, HF_VOCAB, SAMPLE, SEQ2SEQ, Family, enumerate_outcomes, tiny, total_variation
+from toys import BART, FAMILIES, GREEDY, HF_VOCAB, SAMPLE, SEQ2SEQ, Family, enumerate_rows, tiny, total_variation
 from toys.drafts import same_texts
+from toys.enumeration import Script, Scripts
 from toys.kernels import needs_kernel
 from toys.tables import plain_law
 
 START = 2
 
 
-def sources(model: PreTrainedModel, *lengths: int) -> list[Source]:
-    made = [source(CausalScorer(model), name, length) for name, length in enumerate(lengths)]
-    return [one for one in made if one is not None]
-
-
-def requests(model: PreTrainedModel, count: int = 16, **settings: object) -> list[Request]:
+def requests(model: PreTrainedModel, count: int = 12) -> list[Request]:
     """Sources of different lengths, and a decoder that has begun with one to three tokens."""
-    begins = [(START,), (START, 7, 9), (START, 5)]
-    return [
-        Request(begin, GREEDY, count, source=one, **settings)  # type: ignore[arg-type]
-        for begin, one in zip(begins, sources(model, 9, 2, 17), strict=True)
-    ]
+    scorer, begins = CausalScorer(model), {(START,): 9, (START, 7, 9): 2, (START, 5): 17}
+    read = [source(scorer, name, length) for name, length in enumerate(begins.values())]
+    return [Request(begin, GREEDY, count, source=one) for begin, one in zip(begins, read, strict=True)]
 
 
 def by_transformers(model: PreTrainedModel, request: Request, **settings: object) -> list[int]:
@@ -148,30 +143,27 @@ def test_the_given_model_stays_as_it_is() -> None:
     assert not isinstance(bart.get_decoder().embed_positions, seq2seq.RowPositions)
 
 
-@pytest.mark.parametrize("family", ["t5", "umt5"])
-def test_control_one_bias_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5 alone would take the distances of every row from the longest one."""
-    monkeypatch.setattr(
-        seq2seq.RowBias, "__call__", lambda bias, *args, **rest: bias.shared(bias.attention, *args, **rest)
-    )
-    assert contract(tiny(SEQ2SEQ[family])) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
-def test_control_the_same_is_caught_in_half_precision(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the bound that the model's own rounding gives: rows share one bias, or one position."""
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows share one bias, or one position: T5 alone would take the distances of every row from the longest one."""
     monkeypatch.setattr(
         seq2seq.RowBias, "__call__", lambda bias, *args, **rest: bias.shared(bias.attention, *args, **rest)
     )
     monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *args, **rest: places.table(*args, **rest))
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("family", ["t5", "umt5", "bart", "m2m_100", "whisper"])
+def test_control_what_all_rows_share_is_caught(family: str) -> None:
+    assert contract(tiny(SEQ2SEQ[family])) > 100 * TOLERANCE
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
+def test_control_the_same_is_caught_in_half_precision(family: str) -> None:
+    """By the bound that the model's own rounding gives."""
     model = tiny(SEQ2SEQ[family], seed=1, dtype=torch.bfloat16)
     assert contract(model) > rounding(model)
-
-
-@pytest.mark.parametrize("family", ["bart", "m2m_100", "whisper"])
-def test_control_one_position_for_all_rows_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *args, **rest: places.table(*args, **rest))
-    assert contract(tiny(SEQ2SEQ[family])) > 100 * TOLERANCE
 
 
 def test_control_an_open_cross_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +219,7 @@ def drafters(model: PreTrainedModel) -> dict[str, Drafter]:
 @pytest.mark.parametrize("kind", ["another size", "another family", "decoder only", "lookup", "tree"])
 def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
     model = tiny(SEQ2SEQ["t5"])
-    asked = requests(model, 24)
+    asked = requests(model, 14)
     decoder = Decoder(CausalScorer(model), drafters(model)[kind], controller=Fixed(3), batch_size=2)
     rows = generate(decoder, asked)
     assert [row.output for row in rows] == [by_transformers(model, one) for one in asked]
@@ -242,29 +234,27 @@ def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
     ],
 )
 def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
-    """The law of whole texts over all draws, of two sources that run together, is the product of the model's own."""
+    """The law of whole texts over all draws, of a source beside a shorter or longer one, is the model's own."""
     sizes = {"vocab_size": 3, "pad_token_id": None, "decoder_start_token_id": 0}
     sizes |= {"pad_token_id": 1} if family == "bart" else {}
     model, small = (tiny(SEQ2SEQ[family], seed=seed, dtype=torch.float64, **sizes) for seed in (0, 1))
-    source_ids = [(2, 0, 2), (1,)]
-    asked = [Request((0,), SAMPLE, 2 - key, key=key, source=one) for key, one in enumerate(source_ids)]
     target, draft = CausalScorer(model), CausalScorer(small)
-
-    def run(rng: Rng) -> tuple[tuple[int, ...], ...]:
-        decoder = Decoder(target, ModelDrafter(draft), rule.verify, Fixed(1), rng=rng)
-        return tuple(tuple(row.output) for row in generate(decoder, asked))
-
     laws = []
-    for one in asked:
+    for one, other in (((2, 0, 2), (1,)), ((1,), (2, 0, 2))):
 
-        def step(text: tuple[int, ...], encoder_input: Source | None = one.source) -> list[float]:
+        def run(scripts: Sequence[Script], one: Source = one, other: Source = other) -> list[tuple[int, ...]]:
+            rng, size = Scripts([*scripts, Script({})]), len(scripts) + 1
+            decoder = Decoder(target, ModelDrafter(draft), rule.verify, Fixed(1), batch_size=size, rng=rng)
+            asked = [Request((0,), SAMPLE, 2, key=key, source=one) for key in range(size)]
+            rows = generate(decoder, [*asked[:-1], replace(asked[-1], source=other)])
+            return [tuple(row.output) for row in rows[:-1]]
+
+        def step(text: tuple[int, ...], encoder_input: Source = one) -> list[float]:
             return target.alone(text, encoder_input)[0, -1].double().softmax(-1).tolist()
 
-        laws.append(plain_law(step, one.prompt, one.max_new_tokens))
-    first = [target.alone((0,), one)[0, -1].softmax(-1) for one in source_ids]
-    assert float((first[0] - first[1]).abs().sum()) > 0.01  # the sources matter
-    together = {(x, y): p * q for x, p in laws[0].items() for y, q in laws[1].items()}
-    assert total_variation(enumerate_outcomes(run, 200_000), together) < 1e-9
+        laws.append(plain_law(step, (0,), 2))
+        assert total_variation(enumerate_rows(run, 20_000, last=2), laws[-1]) < 1e-9
+    assert total_variation(*laws) > 0.01  # the sources matter
 
 
 def test_lookup_copies_from_the_source() -> None:

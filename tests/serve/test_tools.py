@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,14 +329,20 @@ def test_many_calls_are_told_one_by_one(tokenizer: Any) -> None:
 THING = closed(tag={"type": "string"})
 
 
-def fits(text: str, family: str, special: bool, parallel: bool = True, answer: Any = None) -> bool:
-    """Whether a text is an answer by `THING`, or another grammar, or calls in the form of a family."""
+@cache
+def marked(family: str, special: bool) -> tuple[AnswerForm, Grammars]:
+    """The form of a family, and grammars, whose tokenizer has its marks as tokens."""
     made = form(family)
     marks = [mark for mark in FORMS[family][3] if "=" not in mark and "/f" not in mark]
     (made.tokenizer.add_special_tokens if special else made.tokenizer.add_tokens)(
         {"additional_special_tokens": marks} if special else marks
     )
-    grammars = Grammars(made.tokenizer, len(made.tokenizer), frozenset([made.tokenizer.eos_token_id]))
+    return made, Grammars(made.tokenizer, len(made.tokenizer), frozenset([made.tokenizer.eos_token_id]))
+
+
+def fits(text: str, family: str, special: bool, parallel: bool = True, answer: Any = None) -> bool:
+    """Whether a text is an answer by `THING`, or another grammar, or calls in the form of a family."""
+    made, grammars = marked(family, special)
     lark = CallGrammar(made, grammars).lark(parallel)
     assert lark is not None
     ids = [*made.tokenizer.encode(text, add_special_tokens=False), made.tokenizer.eos_token_id]

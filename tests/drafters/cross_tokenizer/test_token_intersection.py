@@ -194,7 +194,8 @@ def reciter(name: str, errors: int) -> Table:
         law[ids[0] if ids else eos] = 1.0
         if (place * 2654435761 >> 7) % errors == 0:
             law[(7 * place) % size] = 2.0
-        return [weight / sum(law) for weight in law]
+        total = sum(law)
+        return [weight / total for weight in law]
 
     return table
 

@@ -135,7 +135,7 @@ class Counting:
 @pytest.mark.parametrize("name", TONGUES)
 def test_a_text_in_parts_has_the_tokens_of_the_whole(name: str, longest: int) -> None:
     rng, found = random.Random(longest), vocabulary(name)
-    encoding, text = Encoding(found), SAMPLE[: 700 if longest == 1 else None]
+    encoding, text = Encoding(found), SAMPLE if longest > 9 else SAMPLE[1200:2000]
     start = 0
     while start < len(text):
         stop = start + rng.randint(1, longest)
