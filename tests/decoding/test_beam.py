@@ -193,10 +193,10 @@ def test_a_penalty_for_long_texts_outlasts_ends_only_where_the_search_never_stop
 @pytest.mark.parametrize("kind", ["model", *rare("plain")])
 def test_processors_see_the_beams_own_text(settings: dict[str, Any], kind: str) -> None:
     eos, beams = frequent_tokens() if "min_new_tokens" in settings else PAIR_EOS, Beams(3, num_return_sequences=3)
-    asked = requests(beams, 20, TEXTS[:3], eos=eos, **settings)
+    asked = requests(beams, 12, TEXTS[:3], eos=eos, **settings)
     searches = beam_search(decoder(kind, 3), asked)
     assert near_ties(searches, [by_transformers(embedded("target"), request) for request in asked]) == 0
-    others = beam_search(decoder(kind, 3), requests(beams, 20, TEXTS[:3], eos=eos))
+    others = beam_search(decoder(kind, 3), requests(beams, 12, TEXTS[:3], eos=eos))
     assert any(found(one)[0][0] != found(other)[0][0] for one, other in zip(searches, others, strict=True))
 
 

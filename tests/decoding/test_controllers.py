@@ -29,7 +29,7 @@ from slipstream.drafters.model import ModelDrafter
 from toys.drafts import Altered
 from toys.enumeration import EXACT, WRONG, Distribution, enumerate_outcomes, total_variation
 from toys.tables import PAIRS, plain_law, scorer
-from toys.texts import request, row
+from toys.texts import rare, request, row
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def test_the_law_is_exact_when_gamma_adapts(pair: str, rule: Rule) -> None:
         assert len(later) > 1, "the choice did not depend on what was emitted"
 
 
-@pytest.mark.parametrize("rule", [TOKEN, BLOCK], ids=["token", "block"])
+@pytest.mark.parametrize("rule", [BLOCK, *rare(TOKEN)], ids=["block", "token"])
 def test_the_law_is_exact_where_one_row_of_a_batch_drafts_now_and_then(rule: Rule) -> None:
     target, small = PAIRS["generic"]
     drafted = set[bool]()

@@ -191,9 +191,9 @@ def test_a_draft_model_is_quantized_and_the_target_is_not() -> None:
         pytest.param("lookup>int8", None, ChainDrafter, marks=needs_kernel),
     ],
 )
-def test_load_takes_them_all_and_text_stays_the_targets(draft: Any, tree: Any, kind: type) -> None:
-    engine = slipstream.load(draft=draft, tree=tree)
-    assert isinstance(engine.decoder.drafter, kind)
+def test_load_takes_them_all_and_text_stays_the_targets(draft: Any, tree: Any, kind: type, engine: Any) -> None:
+    made = slipstream.load(draft=draft, tree=tree)
+    assert isinstance(made.decoder.drafter, kind)
     prompt = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n"
-    fast, slow = (engine.generate(prompt, max_new_tokens=12, plain=plain)[0] for plain in (False, True))
+    fast, slow = made.generate(prompt, max_new_tokens=12)[0], engine.generate(prompt, max_new_tokens=12, plain=True)[0]
     assert fast.tokens == slow.tokens and fast.stats.accepted

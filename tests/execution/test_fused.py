@@ -94,8 +94,7 @@ def test_fused_passes_give_the_eager_logits(
     monkeypatch: pytest.MonkeyPatch, device: str, name: str, backend: str
 ) -> None:
     monkeypatch.setattr(graphs, "BACKEND", backend)
-    layers = 1 + (name == "gemma3")  # with two kinds of masks
-    model, said = tiny(FAMILIES[name], num_hidden_layers=layers).to(device), list[str]()
+    model, said = tiny(FAMILIES[name], num_hidden_layers=1 + (name == "gemma3")).to(device), list[str]()  # two masks
     eager, fast = CausalScorer(model), CausalScorer(model, execution=Captured(model, "toy", said.append))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -235,8 +235,7 @@ def test_any_draft_leaves_the_text_as_it_is(kind: str) -> None:
 )
 def test_sampling_is_exact_by_enumeration(family: str, rule: Rule) -> None:
     """The law of whole texts over all draws, of a source beside a shorter or longer one, is the model's own."""
-    sizes = {"vocab_size": 3, "pad_token_id": None, "decoder_start_token_id": 0}
-    sizes |= {"pad_token_id": 1} if family == "bart" else {}
+    sizes = {"vocab_size": 3, "pad_token_id": 1 if family == "bart" else None, "decoder_start_token_id": 0}
     model, small = (tiny(SEQ2SEQ[family], seed=seed, dtype=torch.float64, **sizes) for seed in (0, 1))
     target, draft = CausalScorer(model), CausalScorer(small)
     laws = []
