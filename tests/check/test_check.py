@@ -364,7 +364,7 @@ def test_a_cut_copy_of_the_target_passes(draft: str, counts: Path) -> None:
     target = tiny(FAMILIES["llama"], initializer_range=0.3)
     made = load(target, draft.format(counts), gamma=2, tokenizer=Nobody())
     assert made.decoder.drafter.scorer.name.endswith(" of its tokens")
-    report = run(made, samples=64, max_new_tokens=8)
+    report = run(made, **LEAST)
     assert not failed(report) and "rule" in noticing(report)[WHOLE], report.text()
     boastful = Boaster(made.decoder.drafter, hidden=False, change=spread_over_all)
     assert "wiring" in failed(run(Engine(replace(made.decoder, drafter=boastful)), **LEAST))

@@ -93,7 +93,7 @@ def law_of_best() -> dict[Text, float]:
 def searched(beams: Beams, count: int, temperature: float = 1.0) -> Counter[Text]:
     """The best texts of so many searches of the toy, each with a seed of its own."""
     request = Request(PROMPT, Sampling(temperature=temperature).for_beams(), LIMIT, frozenset({END}), beams=beams)
-    decoder = Decoder(scorer(table, vocab=TOKENS), batch_size=50)
+    decoder = Decoder(scorer(table, vocab=TOKENS), batch_size=250)
     searches = beam_search(decoder, [replace(request, seed=seed) for seed in range(count)])
     return Counter(search.hypotheses()[0].tokens for search in searches)
 
