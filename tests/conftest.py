@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SLIPSTREAM_CODES"] = "off"  # and those of calibrated rounding see codes chosen
@@ -17,6 +18,7 @@ from hypothesis import settings
 # tried; no deadline: machines differ.
 settings.register_profile("house", derandomize=True, deadline=None, max_examples=40, database=None)
 settings.load_profile("house")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,9 +24,9 @@ KIND = TensorFileKind("table of phrases", "slipstream.phrases", "1", "make it by
 ORDER = 3  # the longest context, in tokens: longer ones added nothing
 MOST_TOKENS = (1 << 21) - 2  # the largest vocabulary: contexts of ORDER tokens fit into 63 bits
 TEXTS = 2  # in how many texts a context must occur
-LEAST = 0.16  # the smallest chance of a draft's last token, all before it included
+LEAST = 0.1  # the smallest chance of a draft's last token, all before it included
+HALF = 9  # the square of the length of a match at which a copied token stands half the time
 Array = np.ndarray[Any, np.dtype[Any]]
-GREEDY, SAMPLED = 4, 9  # the squares of the lengths of a match at which a copied token stands half the time
 
 
 class Phrases:
@@ -139,14 +139,13 @@ class PhraseDrafter(CopyingDrafter[SuffixAutomaton]):
     def copy(self, row: Row, gamma: int) -> list[int]:
         automaton = self.known[row]
         automaton.follow(row.tokens)
-        half = GREEDY if row.request.sampler.greedy else SAMPLED
         copied, draft, stands = automaton.following(gamma), list[int](), 1.0
         text = row.tokens[-ORDER:]
         for place in range(gamma):
             token, chance = self.phrases.after(text)
             if place < len(copied):
                 square = (automaton.length + place) ** 2
-                if (own := square / (square + half)) >= chance:
+                if (own := square / (square + HALF)) >= chance:
                     token, chance = copied[place], own
                 elif token != copied[place]:
                     copied = []
