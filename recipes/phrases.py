@@ -47,7 +47,7 @@ def _answers(file: Path) -> list[list[int]]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where the chats and the table go")
-    parser.add_argument("--batches", type=int, default=30, help="batches of chats that the target writes")
+    parser.add_argument("--batches", type=int, default=46, help="batches of chats that the target writes")
     parser.add_argument("--rows", type=int, default=48, help="chats in a batch")
     parser.add_argument("--length", type=int, default=416, help="tokens of a chat")
     return parser.parse_args()
