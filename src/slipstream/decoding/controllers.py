@@ -208,10 +208,9 @@ class Adaptive:
         if draft >= 0 and believable(total) and believable(total - draft - round.reading):
             learned |= self._times(state, round, drafting)
         read = {**state.read, **{row.index: len(row.tokens) for row in drafting}}
-        for row in round.rows:
-            if row.finish_reason:
-                rows.pop(row.index, None)
-                read.pop(row.index, None)
+        for ended in [row.index for row in round.rows if row.finish_reason]:
+            rows.pop(ended, None)
+            read.pop(ended, None)
         return replace(state, read=read, rows=rows, **learned)
 
     def _times(self, state: Learned, round: Round, drafting: Sequence[Row]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.cache.stores import Stores
+from slipstream.core.garbage import uncollected
 from slipstream.execution.instructions import CODE, HANDLERS, number_words
 from slipstream.execution.recording import (
     ABSENT,
@@ -36,6 +37,7 @@ from slipstream.execution.sizes import Size
 from slipstream.kernels.cpu import kernel_missing
 
 
+@uncollected()
 def recorded(function: Callable[..., Any], inputs: tuple[Any, ...], sizes: Sizes, **how: Any) -> Recording:
     """Record a function for inputs like these, as `record` does. Raises Unrecordable if it cannot be."""
     if why := kernel_missing():
