@@ -5,7 +5,8 @@ python benchmarks/chat_file.py MODEL PROMPTS.jsonl [--draft lookup ...] [--each 
 MODEL is smollm2, a .gguf file, a folder or a name. Prompts, `prompt` or the first of `turns`, are asked as chats, as
 token ids, one text at a time; end tokens are ignored. There are --each of every kind, `category`.
 Speed is new tokens / seconds of whole calls, prompt included, the median of the laps, in turns on the same number of
-threads with gamma="auto"; processor time beside it says more on a busy machine. alpha is of a lap with gamma 4.
+threads with gamma="auto". Decoding alone is what is left without the time of calls for one token. Processor time says
+more on a busy machine. alpha is of a lap with gamma 4.
 PYTHON is a Python with llama-cpp-python, which continues greedily.
 """
 
@@ -32,7 +33,8 @@ from slipstream.models.loading.pairings import located
 
 PEER = Path(__file__).parent / "peers" / "llama_cpp_speed.py"
 GAMMA = 4  # of the lap that measures alpha
-Run = Callable[[list[int]], list[int]]
+Run = Callable[[list[int], int], list[int]]
+WHOLE, DECODING, OF_CPU = SPEEDS = ("tokens/s", "tokens/s of decoding alone", "tokens/processor second")
 
 
 def main() -> None:
@@ -47,16 +49,16 @@ def main() -> None:
     with ExitStack() as stack:
         peer = stack.enter_context(started(args.llama, model)) if args.llama else None
         for temperature in args.temperature:
-            programs = {name: ours(engine, args.new, temperature) for name, engine in engines.items()}
+            programs = {name: ours(engine, temperature) for name, engine in engines.items()}
             if peer and temperature == 0:
-                programs["llama.cpp"] = theirs(peer, args.new)
+                programs["llama.cpp"] = theirs(peer)
             laws = {name: measured(engine, prompts, args.new, temperature) for name, engine in engines.items()}
-            found["temperatures"][str(temperature)] = {"alpha": laws, **raced(programs, prompts, args.laps)}
+            found["temperatures"][str(temperature)] = {"alpha": laws, **raced(programs, prompts, args.new, args.laps)}
             record = {"date": datetime.now(UTC).date().isoformat(), "machine": machine() | {"threads": args.threads}}
             record |= {"commands": [typed()], "figures": [found]}
             if args.json:
                 args.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{table(found)}\n\nThe same by processor time:\n\n{table(found, 'tokens/processor second')}\n")
+    print(f"{table(found)}\n\nThe same by processor time:\n\n{table(found, OF_CPU)}\n")
     print({temperature: at["same"] for temperature, at in found["temperatures"].items()}, "texts are those of plain")
 
 
@@ -90,8 +92,8 @@ def asked(tokenizer: Any, file: Path, each: int) -> dict[str, list[list[int]]]:
     return {kind: list(map(ids, some[:: max(1, len(some) // each)][:each])) for kind, some in texts.items()}
 
 
-def ours(engine: Any, new: int, temperature: float) -> Run:
-    def run(prompt: list[int]) -> list[int]:
+def ours(engine: Any, temperature: float) -> Run:
+    def run(prompt: list[int], new: int) -> list[int]:
         return list(engine.generate([prompt], max_new_tokens=new, ignore_eos=True, temperature=temperature)[0].tokens)
 
     return run
@@ -104,8 +106,8 @@ def started(python: str, model: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, **pipes)
 
 
-def theirs(peer: Any, new: int) -> Run:
-    def run(prompt: list[int]) -> list[int]:
+def theirs(peer: Any) -> Run:
+    def run(prompt: list[int], new: int) -> list[int]:
         peer.stdin.write(json.dumps({"tokens": prompt, "count": new}) + "\n")
         peer.stdin.flush()
         return list(json.loads(peer.stdout.readline())["tokens"])
@@ -123,7 +125,7 @@ def measured(engine: Any, prompts: dict[str, list[list[int]]], new: int, tempera
     return found
 
 
-def raced(programs: dict[str, Run], prompts: dict[str, list[list[int]]], laps: int) -> dict[str, Any]:
+def raced(programs: dict[str, Run], prompts: dict[str, list[list[int]]], new: int, laps: int) -> dict[str, Any]:
     """Return the speeds of every program by kind of prompt, and how many of its texts are those without a draft."""
     speeds: dict[str, Any] = {name: {kind: [] for kind in prompts} for name in programs}
     same = dict.fromkeys(programs, 0)
@@ -131,26 +133,29 @@ def raced(programs: dict[str, Run], prompts: dict[str, list[list[int]]], laps: i
         for kind, some in prompts.items():
             texts = {}
             for name in list(programs)[:: 1 if lap % 2 else -1]:
+                began = time.perf_counter()
+                for prompt in some:
+                    programs[name](prompt, 1)
                 wall, processor_time = time.perf_counter(), time.process_time()
-                texts[name] = [programs[name](prompt) for prompt in some]
-                count = sum(map(len, texts[name]))
-                seconds = (time.perf_counter() - wall, time.process_time() - processor_time)
-                speeds[name][kind].append([count / each for each in seconds])
+                texts[name] = [programs[name](prompt, new) for prompt in some]
+                took, used = time.perf_counter() - wall, time.process_time() - processor_time
+                count, later = len(some) * new, len(some) * (new - 1)
+                speeds[name][kind].append([count / took, later / max(1e-9, took - (wall - began)), count / used])
             for name in programs if lap == laps - 1 else ():
                 same[name] += sum(map(list.__eq__, texts[name], texts["plain"]))
     medians = {
         name: {kind: list(map(median, zip(*laps, strict=True))) for kind, laps in by_kind.items()}
         for name, by_kind in speeds.items()
     }
-    return {"tokens/s": part(medians, 0), "tokens/processor second": part(medians, 1), "same": same}
+    by_speed = {
+        of: {name: {kind: three[place] for kind, three in kinds.items()} for name, kinds in medians.items()}
+        for place, of in enumerate(SPEEDS)
+    }
+    return {**by_speed, "same": same}
 
 
-def part(medians: dict[str, Any], place: int) -> dict[str, dict[str, float]]:
-    return {name: {kind: both[place] for kind, both in kinds.items()} for name, kinds in medians.items()}
-
-
-def table(found: dict[str, Any], of: str = "tokens/s") -> str:
-    """Return the table of speeds over plain decoding, with alpha, by kind of prompt; the last row is of all kinds."""
+def table(found: dict[str, Any], of: str = WHOLE) -> str:
+    """Return the table of speeds over plain decoding, with alpha, by kind of prompt; the last rows are of all kinds."""
     parts = found["temperatures"].items()
     lines = ["kind of prompt"], ["---"]
     for temperature, at in parts:
@@ -158,7 +163,8 @@ def table(found: dict[str, Any], of: str = "tokens/s") -> str:
         lines[0].extend(list(at[of])[1:])
         lines[1].extend(["---"] * len(at[of]))
     rows = [[kind, *(cell for _, at in parts for cell in cells(at, of, [kind]))] for kind in found["prompts"]]
-    rows.append(["all", *(cell for _, at in parts for cell in cells(at, of, list(found["prompts"])))])
+    for name, speed in [("all", of), ("all, decoding alone", DECODING)][: 2 if of == WHOLE else 1]:
+        rows.append([name, *(cell for _, at in parts for cell in cells(at, speed, list(found["prompts"])))])
     return "\n".join(f"| {' | '.join(line)} |" for line in (*lines, *rows))
 
 

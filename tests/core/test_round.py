@@ -41,11 +41,15 @@ def test_laps_add_up_and_leave_out_what_was_measured_apart(clock: Clock) -> None
 
 
 class SlowReader(TableScorer):
-    """A table that takes a second for every token of a prompt, and ten for every pass that drafts."""
+    """A table that takes 100 seconds for a source, one for every token of a prompt, ten for every pass that drafts."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(dirichlet_table(3), 3, "slow")
         self.clock = clock
+
+    def add(self, *arguments: object) -> None:
+        super().add(*arguments)
+        self.clock.now += 100
 
     def prefill(self, texts: Sequence[Sequence[int]], first: int = 0) -> None:
         super().prefill(texts, first)
@@ -61,9 +65,8 @@ def test_a_draft_reads_prompts_as_prefill_and_not_as_drafting(clock: Clock) -> N
     with Scheduler(decoder) as scheduler:
         row = scheduler.add(request([0, 1, 2, 0, 1, 2], 6))
         first, *others = scheduler.rounds()
-    assert first.seconds["draft"] == 20 and first.reading == 5
+    assert first.seconds["draft"] == 20 and first.reading == row.stats.seconds["prefill"] == 105
     assert all(round.seconds["draft"] == 10 * round.draft.depths[0] and not round.reading for round in others)
-    assert row.stats.seconds["prefill"] == 5
     assert row.stats.seconds["draft"] == sum(round.seconds["draft"] for round in (first, *others))
 
 

@@ -50,7 +50,8 @@ class Follower:
         self.starts = [self.starts[place] for place in kept]
         self._known = [self._known[place] for place in kept]
         for row in rows[len(kept) :]:
-            self.scorer.add(1, [row.request.source])
+            with self._watch.apart("prefill"):  # an encoder of the draft's own reads the source
+                self.scorer.add(1, [row.request.source])
             text, limit, known = self._ids(row.readable[:-1]), self.scorer.context, 0
             if row.request.gamma != 0 and (limit is None or len(text) < limit):
                 known = self._store.recall(len(self.starts), text, row.request.cache_salt)
@@ -93,8 +94,7 @@ class Follower:
             room -= counts[place]
         late = [count < length for count, length in zip(counts, behind, strict=True)]
         pieces = [text[:count] if is_late else [] for is_late, text, count in zip(late, texts, counts, strict=True)]
-        if any(pieces):
-            self._read(pieces)
+        self._read(pieces)
         self._late = [is_late or is_idle for is_late, is_idle in zip(late, self._late, strict=True)]
         return [0 if is_late else gamma for is_late, gamma in zip(late, gammas, strict=True)]
 
@@ -120,9 +120,7 @@ class Follower:
     def cover(self, room: int) -> None:
         """Feed the missing tokens but the last, leaving room for `room` more: as a target's cache before a round."""
         self._slide(room)
-        missing = [tokens[:-1] for tokens in self._texts_behind()]
-        if any(missing):
-            self._read(missing)
+        self._read([tokens[:-1] for tokens in self._texts_behind()])
 
     def rollback(self, round: Round) -> None:
         """Drop drafted tokens that were not kept; in a tree, move the accepted ones together."""
@@ -149,8 +147,9 @@ class Follower:
                 self._remember(place)  # the prompt has been read
 
     def _read(self, pieces: Sequence[Sequence[int]]) -> None:
-        with self._watch.apart("prefill"):
-            self.scorer.prefill(pieces)
+        if any(pieces):
+            with self._watch.apart("prefill"):
+                self.scorer.prefill(pieces)
 
     def _kept(self) -> list[int]:
         return [len(row.readable) - 1 - start for row, start in zip(self._rows, self.starts, strict=True)]
