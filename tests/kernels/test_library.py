@@ -114,9 +114,9 @@ def test_a_wheel_needs_nothing_of_a_newer_glibc_than_its_platform_has() -> None:
 @pytest.mark.slow
 def test_a_path_that_sums_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The control: kernels in which the sums of several rows begin at another number than those of one."""
-    begin, end = "sum = Lanes{};", "r < ROWS; ++r) write(work, layer, panel, row + r, sums[r]);"
-    other = "sum = Lanes{} + (ROWS > 1 ? 64.0f : 0.0f);"
-    took = "r < ROWS; ++r) for (Lanes& sum : sums[r]) sum -= ROWS > 1 ? 64.0f : 0.0f;\n  for (int r = 0; " + end
+    begin, end = "rows * PANEL, 0.0f);", "for (int64_t r = 0; r < rows; ++r) write_panel<Type>("
+    other = "rows * PANEL, rows > 1 ? 64.0f : 0.0f);"
+    took = "for (int64_t i = 0; i < rows * PANEL; ++i) sums[0][i] -= rows > 1 ? 64.0f : 0.0f;\n    " + end
     for path in (*library.HEADERS, *library.SOURCES):
         text = path.read_text()
         if path.stem == "cpu":
