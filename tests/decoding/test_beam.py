@@ -5,6 +5,7 @@ A difference is excused as a near-tie only where all scores agree to 1e-4, and e
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -259,7 +260,7 @@ def test_encoder_decoders(family: str, kind: str) -> None:
 @pytest.mark.parametrize("family", ["t5", "marian"])
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_two_hundred_sources_of_encoder_decoders(family: str, width: int) -> None:
-    model, other = tiny(SEQ2SEQ[family]), tiny(SEQ2SEQ[family], seed=1)
+    model, other = deepcopy(tiny(SEQ2SEQ[family])).double(), tiny(SEQ2SEQ[family], seed=1)  # last bits of float32 prune
     target = CausalScorer(model)
     beams, ends = Beams(width, num_return_sequences=width), frozenset({6})
     asked = [
@@ -267,8 +268,7 @@ def test_two_hundred_sources_of_encoder_decoders(family: str, width: int) -> Non
         for number, request in enumerate(requests(beams, 12, [(2,)] * 200, eos=ends))
     ]
     decoder = Decoder(target, ModelDrafter(CausalScorer(other)), controller=Fixed(3), batch_size=20)
-    searches = beam_search(decoder, asked)
-    assert near_ties(searches, [by_transformers(model, request) for request in asked]) == 0
+    assert near_ties(beam_search(decoder, asked), [by_transformers(model, request) for request in asked]) == 0
 
 
 # ---- controls: the comparison catches what is not exact -------------------------------------------------------------
