@@ -152,7 +152,7 @@ def samples(prompt: Sequence[int], beams: Beams, count: int, limit: int, **shape
 def difference(one: Counter[Text], other: Counter[Text]) -> float:
     """The p-value of two samples that are said to have one law; rare texts are one cell."""
     both = one + other
-    common = [text for text, count in both.items() if count >= 20]
+    common = [text for text, count in both.items() if count >= 10]  # five expected of each
     cells = [(one[text], other[text]) for text in common]
     cells.append((sum(one.values()) - sum(a for a, _ in cells), sum(other.values()) - sum(b for _, b in cells)))
     sizes, statistic = (sum(one.values()), sum(other.values())), 0.0
