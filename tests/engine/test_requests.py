@@ -90,7 +90,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "input_audio"}]}], "has a part without its audio: write"),
     ([{"role": "user", "content": [{"type": "input_video"}]}], "a message of a chat has a"),
     ([{"role": "user", "content": 5}], "a message of a chat has a"),
-    ([10**30], "a token id that no model knows"),
+    *((ids, "a token id that no model knows") for ids in ([10**30], [5, -1], np.array([[-1]]), torch.tensor([-100]))),
     (np.array([True]), "prompts is a ndarray of shape"),
     (np.array(5), "prompts is a ndarray of shape"),
     (torch.tensor([True]), "prompts is a Tensor of shape"),

@@ -49,16 +49,18 @@ The verifier serves the rows whose requests name no rule.
 
 def verify_eagerly(verifier: Verifier, context: Context, logits: Tensor, draft: Draft, model: str) -> Outcome:
     p, faults = context.target_law(logits, draft, model)
-    groups: dict[tuple[Verifier, bool], list[int]] = {}
+    groups: dict[tuple[Verifier, bool, bool], list[int]] = {}
+    points = draft.law.points if draft.law else None  # of which block verification asks other questions
     for place, row in enumerate(context.rows):
-        groups.setdefault((verifier_of(row, verifier), row.request.sampler.greedy), []).append(place)
+        kind = (verifier_of(row, verifier), row.request.sampler.greedy, points is not None and points[place])
+        groups.setdefault(kind, []).append(place)
     if len(groups) == 1:
-        [(shared, _)] = groups
+        [(shared, *_)] = groups
         verdict = shared(p, draft, context.draw)
     else:
         verdicts = [
             rule(p.select(torch.tensor(places, device=p.device)), draft.select(places), context.select(places).draw)
-            for (rule, _), places in groups.items()
+            for (rule, *_), places in groups.items()
         ]
         verdict = merge_verdicts(verdicts, list(groups.values()))
     return Outcome(p, verdict, draw_next(context, verdict), faults)

@@ -48,7 +48,7 @@ class Choice:
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:
-    """Merge drafts of the same rows, of which at most one has tokens for a row; point masses may become dense."""
+    """Merge drafts of the same rows, of which at most one has tokens for a row."""
     full = [draft for draft in drafts if any(draft.lengths)]
     if len(full) < 2:
         return full[0] if full else drafts[0]
@@ -57,12 +57,7 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     owners = [next((draft for draft in full if draft.lengths[row]), full[0]) for row in rows]
     tokens = padded([owner.tokens[row].tolist() for row, owner in enumerate(owners)], device)
     laws = [owner.q.of_row(row).to(device).stretched(tokens.shape[1]) for row, owner in enumerate(owners)]
-    law = Law.join(laws, 0)
-    return Draft(
-        tokens,
-        Law(probs=law.probs) if law.points else law,
-        tuple(owner.lengths[row] for row, owner in enumerate(owners)),
-    )
+    return Draft(tokens, Law.join(laws, 0), tuple(owner.lengths[row] for row, owner in enumerate(owners)))
 
 
 # ---- the fastest so far -----------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def read_prompt(prompt: Any, where: str = "prompt 0") -> Prompt:
         return several[0]
     items = listed(prompt, where)
     if all(map(_is_id, items)):
-        if any(not -1 <= int(item) < MOST for item in items):
+        if any(not 0 <= int(item) < MOST for item in items):
             raise ValueError(f"{where} has a token id that no model knows: {reprlib.repr(items)}.")
         return tuple(map(int, items))
     if all(map(_is_message, items)):
@@ -252,7 +252,7 @@ def _from_array(values: Any) -> list[Prompt]:
     shape = (_kind(values), values.dim())
     if shape in (("ids", 1), ("ids", 2)):
         rows = values.tolist()
-        return [tuple(row) for row in (rows if values.dim() == 2 else [rows])]
+        return [read_prompt(row, f"prompt {place}") for place, row in enumerate(rows if values.dim() == 2 else [rows])]
     if shape in (("features", 2), ("features", 3)):
         return list(values) if values.dim() == 3 else [values]
     raise ValueError(f"prompts is {shown(values)}: {ALLOWED}.")
