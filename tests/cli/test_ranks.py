@@ -125,7 +125,7 @@ def test_a_server_whose_rank_is_killed_while_it_waits_ends(tmp_path: Path) -> No
         except OSError:
             return False
 
-    with torchrun("serve", "--tensor-parallel", "--port", str(port)) as process:
+    with torchrun("serve", "--target", "embedded", "--tensor-parallel", "--port", str(port)) as process:
         wait_for(answers_now, process)
         assert answers_now()
         os.kill(ranks_of(process)[1], signal.SIGKILL)
