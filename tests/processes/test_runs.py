@@ -61,7 +61,7 @@ class Enumerated(Chains):
         """The digits of a row's name in base `GRID`."""
         place = {Purpose.DRAFT: 0, Purpose.ACCEPT: 2, Purpose.NEXT: 4}[purpose]
         step = torch.zeros_like(rows) if purpose == Purpose.NEXT else torch.as_tensor(ahead).expand(len(rows))
-        return Grid((self.names[rows] // GRID ** (place + step) % GRID + 0.5) / GRID)
+        return Grid((self.names[rows] // GRID ** (place + step) % GRID + 0.5).double() / GRID)
 
 
 def law_of_three_steps(target: Callable[[Tensor, Tensor], Laws]) -> Tensor:
