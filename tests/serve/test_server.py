@@ -279,7 +279,7 @@ def test_a_search_that_memory_cannot_hold_is_refused() -> None:
     with ServerProcess.start("--memory", "4M") as server, server.http() as http:
         refused = http.post("/v1/completions", json={**searched, "max_tokens": 2000})
         assert refused.status_code == 400
-        assert "num_beams=4 is not possible for prompt 0" in refused.json()["error"]["message"]
+        assert "use_beam_search=4 is not possible for prompt 0" in refused.json()["error"]["message"]
         assert http.post("/v1/completions", json={**searched, "max_tokens": 4}).status_code == 200
 
 
@@ -385,7 +385,7 @@ main()
                 ("slipstream.engine.load", "generate x", 130, "interrupted"),
                 ("slipstream.engine.load", "serve", 130, "interrupted"),
                 ("transformers.models.llama", "serve", 130, "interrupted"),
-                ("ready", "serve", 0, "ending: what was begun is finished; once more to end at once"),
+                ("ready", "serve --target embedded", 0, "ending: what was begun is finished; once more to end at once"),
                 ("slipstream.serve.drafts.server", "serve-draft", 130, "interrupted"),
                 ("slipstream.engine.load", "chat", 130, "interrupted"),
             )
