@@ -68,7 +68,7 @@ def test_pictures_as_users_pass_them(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", similar(KINDS))
 def test_sounds_as_users_pass_them(kind: str, tmp_path: Path) -> None:
     engine = slipstream.load(save_audio(kind, tmp_path), "lookup", gamma=4)
-    assert all("runs without a program" in note for note in engine.notes)  # qwen2.5-omni's toy
+    assert ["runs without a program" in note for note in engine.notes] == [True] * (kind == "qwen2.5-omni")
     assert Modality.AUDIO in engine.media.modalities  # type: ignore[union-attr]
     text = f"user: {MARK}{QUESTION}\nassistant: "
     chat = [{"role": "user", "content": [{"type": "audio", "audio": sound(1)}, {"type": "text", "text": QUESTION}]}]
