@@ -5,6 +5,7 @@ import platform
 import resource
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from processes import forks
-from slipstream.core.garbage import give_back_freed_memory, keep_freed_memory, uncollected
+from slipstream.core.garbage import keep_freed_memory, uncollected
 
 
 def clear(keeps: bool, answer: Connection) -> None:
@@ -54,10 +55,9 @@ def hold(gives: bool, answer: Connection) -> None:
 
     before = resident()
     thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if gives:
-        give_back_freed_memory()
+    with uncollected() if gives else nullcontext():
+        thread.start()
+        thread.join()
     answer.send(resident() - before)
 
 
