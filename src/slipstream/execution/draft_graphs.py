@@ -190,7 +190,10 @@ class DraftGraphs:
         if laws is None:
             return tokens, Law(tokens=tokens)
         laws, greedy = laws[:, : wish.gamma], tuple(temperature == 0 for temperature in wish.temperatures)
-        return tokens, Law(probs=laws, tokens=tokens, points=greedy) if any(greedy) else Law(probs=laws)
+        if any(greedy):
+            points = torch.tensor(greedy, device=laws.device)[:, None, None]
+            laws = torch.where(points, torch.zeros_like(laws).scatter_(-1, tokens[..., None], 1), laws)
+        return tokens, Law(laws, tokens, points=greedy) if any(greedy) else Law(probs=laws)
 
     def _finite(self, best: Tensor) -> bool:
         return math.isfinite(best.sum().item())
@@ -281,13 +284,12 @@ def _step(network: Network, kind: GraphKind, inputs: Inputs) -> Drafted:
     best, token = (each[:, 0] for each in greatest(logits[:, None]))
     law = None
     if kind.sampled:
-        # (rows, vocab) at each text's temperature; at 0 all probability is on the best token. Where logits are not
-        # finite, it is uniform: such a draft may be verified before anybody looks at its logits.
-        logits, greedy = wide(logits), temperatures == 0
-        point = torch.arange(logits.shape[-1], device=logits.device) == token[:, None]
-        law = torch.where(greedy, point.to(logits.dtype), (logits / torch.where(greedy, 1, temperatures)).softmax(-1))
-        law = torch.where(law.isnan(), 1 / logits.shape[-1], law)
-        token = inverse(law, chances[:, 0])
+        # (rows, vocab) at each text's temperature. Where logits are not finite, all of it is NaN and becomes uniform,
+        # since such a draft may be verified before anybody looks at its logits.
+        greedy = temperatures == 0
+        law = (wide(logits) / torch.where(greedy, 1, temperatures)).softmax(-1)
+        law = torch.where(law[:, :1].isnan(), 1 / law.shape[-1], law)
+        token = torch.where(greedy[:, 0], token, inverse(law, chances[:, 0]))
     if known is not None:
         token = known[token]
         law = law if law is None else law.new_zeros(len(law), kind.vocab).index_copy_(1, known, law)
