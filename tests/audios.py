@@ -93,9 +93,7 @@ def _tiny(it: Kind, tokenizer: Any) -> PreTrainedModel:
     if it.vision:
         parts |= {"vision_config": it.vision, "audio_token_index": ids["audio_token"]}
         parts |= {f"{name}_index": ids[name] for name in ("image_token", "video_token")}
-        parts |= {
-            f"{at}_{end}_token_id": ids[f"{at}_{short}_token"] for at in ("audio", "vision") for end, short in ENDS
-        }
+        parts |= {f"{at}_{end}_token_id": ids[f"{at}_{to}_token"] for at in ("audio", "vision") for end, to in ENDS}
     else:
         parts["audio_token_id"] = ids["audio_token"]
     config = getattr(transformers, f"{it.model}Config")(**parts)

@@ -42,9 +42,7 @@ FEW = ("greedy", "coupled")
 
 def texts(engine: Engine, names: Sequence[str] = tuple(CALLS)) -> dict[str, Any]:
     prompts = [list(prompt) for prompt in PROMPTS]
-    return {
-        name: [done.tokens for done in engine.generate(prompts, max_new_tokens=12, **CALLS[name])] for name in names
-    }
+    return {name: [one.tokens for one in engine.generate(prompts, max_new_tokens=12, **CALLS[name])] for name in names}
 
 
 def few(engine: Engine) -> dict[str, Any]:

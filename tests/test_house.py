@@ -515,9 +515,7 @@ def privacy_faults(source: str) -> list[str]:
 def lacking(source: str) -> list[str]:
     """The names that a script imports from modules of ours that do not have them."""
     imports = [node for node in size.nodes(source) if isinstance(node, ast.ImportFrom)]
-    ours = [
-        (str(node.module), name.name) for node in imports for name in node.names if "slipstream" in str(node.module)
-    ]
+    ours = [(str(node.module), one.name) for node in imports for one in node.names if "slipstream" in str(node.module)]
     known = {f"slipstream.{module}" for module in MODULES}
     return [f"{m}.{n}" for m, n in ours if f"{m}.{n}" not in known and not hasattr(import_module(m), n)]
 

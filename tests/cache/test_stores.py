@@ -44,9 +44,7 @@ def from_other_slots(store: Store, keys: Tensor, values: Tensor) -> None:
     """Two tokens of each row, which begin at another slot in every row, and then the rest."""
     together(store, *(part * 0 + 9 for part in (keys, values)))
     starts = [place % (COUNT - 1) for place in range(ROWS)]
-    part = [
-        torch.stack([each[row, :, start : start + 2] for row, start in enumerate(starts)]) for each in (keys, values)
-    ]
+    part = [torch.stack([of[row, :, start : start + 2] for row, start in enumerate(starts)]) for of in (keys, values)]
     store.write(starts, part[0], part[1])
     for row, start in enumerate(starts):
         for place in {*range(COUNT)} - {start, start + 1}:
@@ -80,9 +78,7 @@ def test_a_scale_for_all_tokens_of_a_pass_is_noticed(way: Callable[..., None], m
     """The control: a format that looks at the tokens written together."""
 
     def careless(keys: Tensor, values: Tensor) -> Int8Store:
-        scales = [
-            each.abs().amax((2, 3), keepdim=True).expand(-1, -1, each.shape[2], 1) / 127 for each in (keys, values)
-        ]
+        scales = [of.abs().amax((2, 3), keepdim=True).expand(-1, -1, of.shape[2], 1) / 127 for of in (keys, values)]
         codes = [(each / scale).round().to(torch.int8) for each, scale in zip((keys, values), scales, strict=True)]
         return Int8Store(codes[0], scales[0], codes[1], scales[1])
 

@@ -37,9 +37,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first = slipstream.load().encode("class A")[0]
     real = Engine.generate
-    monkeypatch.setattr(
-        Engine, "generate", lambda self, *args, **options: real(self, *args, processors=[stuck], **options)
-    )
+    monkeypatch.setattr(Engine, "generate", lambda self, *args, **more: real(self, *args, processors=[stuck], **more))
     stream = Engine.stream_batch
     monkeypatch.setattr(
         Engine, "stream_batch", lambda self, *args, **options: stream(self, *args, processors=[stuck], **options)

@@ -108,9 +108,8 @@ def model_law(model: NgramModel, text: Sequence[int]) -> list[float]:
 def some_texts(seed: int, count: int = 12, length: int = 60, vocab: int = 6) -> list[list[int]]:
     """Texts in which some continuations are much more frequent than others."""
     rng = random.Random(seed)
-    return [
-        [min(rng.randrange(vocab), rng.randrange(vocab)) for _ in range(rng.randrange(length))] for _ in range(count)
-    ]
+    draw = rng.randrange
+    return [[min(draw(vocab), draw(vocab)) for _ in range(draw(length))] for _ in range(count)]
 
 
 @given(corpora, orders, st.lists(st.integers(0, 4), max_size=7))

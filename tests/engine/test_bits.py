@@ -98,9 +98,7 @@ def test_other_sums_for_many_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         found = run(self, inputs)
         if inputs[0].numel() <= ROWS:
             return found
-        return [
-            each.nextafter(torch.full_like(each, torch.inf)) if each.dtype.is_floating_point else each for each in found
-        ]
+        return [one.nextafter(torch.full_like(one, torch.inf)) if one.dtype.is_floating_point else one for one in found]
 
     monkeypatch.setattr(Program, "__call__", careless)
     assert differences(slipstream.load(batch_size=ROWS, dtype="float32"), 8, 8)

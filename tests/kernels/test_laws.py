@@ -147,12 +147,8 @@ def test_what_is_not_a_number_is_seen(place: int) -> None:
 
 
 def test_laws_may_lie_apart_in_memory() -> None:
-    p, q, tokens, ends = (
-        chances(8, 2, 6, 99),
-        chances(9, 2, 6, 99),
-        torch.tensor([[1, 2], [3, 4]]),
-        torch.tensor([2, 1]),
-    )
+    p, q = chances(8, 2, 6, 99), chances(9, 2, 6, 99)
+    tokens, ends = torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 1])
     apart = p[:, 1:3], q[:, 3:5]
     joined = tuple(law.contiguous() for law in apart)
     assert torch.equal(overlap(*apart), overlap(*joined))

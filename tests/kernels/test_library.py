@@ -89,11 +89,8 @@ def test_every_level_keeps_the_contract(level: str) -> None:
     """In a process of its own, whose torch uses no newer instructions either."""
     if level not in {each.name for each in library.PORTABLE if each.fits}:
         pytest.skip(f"the processor has less than {level}")
-    module, contracts = (
-        script("benchmarks/levels.py"),
-        ("products", "quantized", "attention", "recurrences", "programs"),
-    )
-    found = module.contract(level, library.compiler(), contracts, module.FAST)
+    module, names = script("benchmarks/levels.py"), ("products", "quantized", "attention", "recurrences", "programs")
+    found = module.contract(level, library.compiler(), names, module.FAST)
     assert not found["faults"] and all(each["passed"] > 5 for each in found["counts"].values())
 
 

@@ -146,9 +146,7 @@ def test_the_given_model_stays_as_it_is() -> None:
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows share one bias, or one position: T5 alone would take the distances of every row from the longest one."""
-    monkeypatch.setattr(
-        seq2seq.RowBias, "__call__", lambda bias, *args, **rest: bias.shared(bias.attention, *args, **rest)
-    )
+    monkeypatch.setattr(seq2seq.RowBias, "__call__", lambda own, *args, **how: own.shared(own.attention, *args, **how))
     monkeypatch.setattr(seq2seq.RowPositions, "forward", lambda places, *args, **rest: places.table(*args, **rest))
 
 

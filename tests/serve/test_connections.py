@@ -24,9 +24,8 @@ async def echo(request: Request) -> PlainTextResponse:
 
 def asked(talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]], keep_alive: int = 0) -> bytes:
     async def run() -> bytes:
-        app = Gate(
-            Starlette(routes=[Route("/", echo, methods=["GET", "POST"])]), ServeSettings(("m",)), AccessLog(None)
-        )
+        routes = [Route("/", echo, methods=["GET", "POST"])]
+        app = Gate(Starlette(routes=routes), ServeSettings(("m",)), AccessLog(None))
         with listen("127.0.0.1", 0) as listener:
             server = uvicorn.Server(
                 uvicorn.Config(

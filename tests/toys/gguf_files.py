@@ -96,8 +96,9 @@ def add_metadata(writer: Any, config: Any, family: str, told: dict[str, Any]) ->
     (writer.add_layer_norm_rms_eps if hasattr(config, "rms_norm_eps") else writer.add_layer_norm_eps)(epsilon)
     writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     kinds: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
-    kinds[list] = writer.add_array
+    kinds |= {list: writer.add_array, type(None): lambda key, value: None}
     for key, value in told.items():
+        writer.kv_data[0].pop(f"{family}.{key}", None)
         kinds[type(value)](f"{family}.{key}", value)
 
 

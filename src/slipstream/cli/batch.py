@@ -96,13 +96,8 @@ def batch(context: typer.Context, file: File) -> None:
         columns |= form.columns
     with nullcontext(Printed(sys.stdout)) if out == "-" else Journal(Path(out), facts, columns, force) as sink:
         # Earlier runs answered the resumed prompts, this one the answered; failed ones of both have an error.
-        counts: dict[str, Any] = {
-            "prompts": len(lines),
-            "resumed": len(sink.answered),
-            "answered": 0,
-            "failed": sink.failed,
-        }
-        counts |= {"tokens": 0, "seconds": 0.0}
+        counts: dict[str, Any] = {"prompts": len(lines), "resumed": len(sink.answered), "answered": 0}
+        counts |= {"failed": sink.failed, "tokens": 0, "seconds": 0.0}
         if counts["resumed"]:
             say(f"note: {counts['resumed']} of {len(lines)} prompts are answered already, in {out}{ENDING}.")
         code = _run(runner, recipe, lines, sink, counts)

@@ -146,9 +146,7 @@ def target_scorer(how: ModelOptions, mode: Mode) -> AnyScorer | LeadingScorer:
     if not isinstance(how.target, str | Path):
         raise ValueError("tp_plan divides a model while it is loaded on every rank: give its name or folder.")
     if how.tp_plan != "auto" and not isinstance(how.tp_plan, dict):
-        raise ValueError(
-            f"tp_plan={how.tp_plan!r} is not possible: give 'auto', or a dictionary of transformers' rules."
-        )
+        raise ValueError(f"tp_plan={how.tp_plan!r} is not possible: give 'auto', or a dict of transformers' rules.")
     for name in how.given():
         if reason := MODEL_OPTIONS[name].one_piece:
             raise ValueError(f"{name} cannot be used with tp_plan, for {reason}: leave one of them out.")

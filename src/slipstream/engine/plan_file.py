@@ -16,12 +16,7 @@ from slipstream.text.jsontext import json_text
 FORMAT, VERSION = "slipstream plan", 1
 KIND = JsonObject("plan", {"format": FORMAT})  # the format that tells a plan file from other JSON files
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "vocab": (int,),
-    "temperature": (int, float),
-    "machine": (dict,),
-    "figures": (dict,),
-}
+KINDS: dict[str, Any] = {"vocab": (int,), "temperature": (int, float), "machine": (dict,), "figures": (dict,)}
 """The fields of the file besides `gammas` and the options of models, and the types they may have."""
 
 ALWAYS = ("target", "draft", "verify", "dtype", "compile", "quantize")

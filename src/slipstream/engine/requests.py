@@ -211,9 +211,7 @@ def _encoded(encoding: Message, where: str) -> list[Prompt]:
         raise ValueError(f"{where} has an attention_mask of another shape than its input_ids.")
     kept = [[place for place, seen in enumerate(row) if seen] for row in masks]
     if any(places != list(range(places[0], places[-1] + 1)) for places in kept if places):
-        raise ValueError(
-            f"{where} has an attention_mask with holes: only padding on the left or the right is possible."
-        )
+        raise ValueError(f"{where} has an attention_mask with holes: only padding on the left or right is possible.")
     return [tuple(ids[place] for place in places) for ids, places in zip(rows, kept, strict=True)]
 
 

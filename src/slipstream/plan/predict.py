@@ -296,13 +296,9 @@ class Outlook:
             phases = {name: spread([1000 * getattr(beat, name) for beat in beats]) for name in PHASES}
             milliseconds["plain" if not width else str(width)] = {"rounds": len(beats), **phases}
         once = {"startup": costs.startup, "source": costs.source, "longest_delay": self.longest_delay}
-        found = {
-            "rows": self.rows,
-            "alpha": self.alpha,
-            "alpha_by_prompt": spread(self.alphas),
-            "best": self.best.gamma,
-        }
-        found |= {"survival": list(self.survival), "speculate": self.worth, "milliseconds_by_width": milliseconds}
+        found = {"rows": self.rows, "alpha": self.alpha, "alpha_by_prompt": spread(self.alphas)}
+        found |= {"best": self.best.gamma, "survival": list(self.survival), "speculate": self.worth}
+        found |= {"milliseconds_by_width": milliseconds}
         found |= {f"{name}_milliseconds": 1000 * seconds for name, seconds in once.items() if seconds is not None}
         return {**found, "predictions": [asdict(each) for each in self.predictions]}
 

@@ -70,14 +70,8 @@ class Server(uvicorn.Server):
     """A server that drains on the first signal: it finishes what has begun; on the second signal it ends at once."""
 
     def __init__(self, state: ServerState, listener: socket.socket, log: AccessLog) -> None:
-        how: dict[str, Any] = {
-            "log_config": None,
-            "access_log": False,
-            "server_header": False,
-            "lifespan": "on",
-            "ws": "none",
-        }
-        super().__init__(uvicorn.Config(create_app(state, log), http=Connection, **how))
+        how: dict[str, Any] = {"access_log": False, "server_header": False, "lifespan": "on", "ws": "none"}
+        super().__init__(uvicorn.Config(create_app(state, log), http=Connection, log_config=None, **how))
         self.state, self.listener = state, listener
         state.worker.on_ready, state.worker.on_death = self._say_ready, self._end
 

@@ -247,24 +247,28 @@ def test_its_name_is_that_of_the_file(tmp_path: Path) -> None:
     written(plain(), tmp_path / "tiny.gguf", "Q8_0")
     model = load_model(tmp_path / "tiny.gguf")
     assert model.config.name_or_path == str(tmp_path / "tiny.gguf")
-    again = load_model(model.config.name_or_path)
-    assert torch.equal(logits(model), logits(again))
+    for name in ("sha256-0af3", "TINY.GGUF"):
+        again = load_model((tmp_path / "tiny.gguf").rename(tmp_path / name))
+        assert torch.equal(logits(model), logits(again))
+        (tmp_path / name).rename(tmp_path / "tiny.gguf")
 
 
 def test_what_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
     written(plain(), tmp_path / "tiny.gguf", "Q8_0")
     whole = (tmp_path / "tiny.gguf").read_bytes()
-    (tmp_path / "short.gguf").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "head.gguf").write_bytes(whole[:200])
+    for name, size in (("short", len(whole) // 2), ("head", 200), ("begun", 10)):
+        (tmp_path / f"{name}.gguf").write_bytes(whole[:size])
     (tmp_path / "other.gguf").write_bytes(b"PK" + whole)
+    (tmp_path / "gone.gguf").symlink_to(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     for name, said in (
         ("short.gguf", "ends too early or is damaged"),
         ("head.gguf", "ends too early or is damaged"),
+        ("begun.gguf", "ends too early or is damaged"),
         ("other.gguf", "does not begin as GGUF files do"),
-        ("missing.gguf", "there is no such file, but head.gguf, other.gguf, short.gguf, tiny.gguf in its folder"),
+        ("missing.gguf", "there is no such file, but begun.gguf, head.gguf, other.gguf, short.gguf, tiny.gguf in its"),
         ("empty", "no config.json and no .gguf file"),
-        (".", "it has 4 files"),
+        (".", "it has 5 files"),
     ):
         with pytest.raises(ValueError, match=f"^cannot load the model .*{said}"):
             load_model(tmp_path / name)
@@ -338,6 +342,7 @@ def with_words(writer: Any) -> None:
     writer.add_bos_token_id(91)
     writer.add_eos_token_id(92)
     writer.add_eot_token_id(93)
+    writer.add_pad_token_id(2**32 - 1)  # -1, for none
     writer.add_add_bos_token(True)
     writer.add_chat_template("{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}")
     writer.add_float32("general.sampling.temp", 0.5)
@@ -348,6 +353,7 @@ def test_tokenizer_template_and_settings_come_from_the_file(tmp_path: Path) -> N
     written(plain(), tmp_path / "tiny.gguf", "Q8_0", with_words)
     tokenizer, settings = find_tokenizer(tmp_path / "tiny.gguf"), load_model(tmp_path / "tiny.gguf").generation_config
     assert tokenizer is not None and (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert settings.pad_token_id is tokenizer.pad_token is None
     assert tokenizer("he</s><think>!").input_ids == [91, 90, 92, 95, 0]
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
     assert chat == "<s>user:he</s>"
@@ -355,6 +361,9 @@ def test_tokenizer_template_and_settings_come_from_the_file(tmp_path: Path) -> N
     assert tokenizer.name_or_path == str(tmp_path / "tiny.gguf")
     written(plain(), tmp_path / "wordless.gguf", "Q8_0")
     assert find_tokenizer(tmp_path / "wordless.gguf") is None
+    written(plain(), tmp_path / "odd.gguf", "Q8_0", lambda writer: writer.add_token_list(["a"]))
+    with pytest.raises(ValueError, match=r"cannot load the tokenizer of .*odd\.gguf': .*, or pass tokenizer="):
+        find_tokenizer(tmp_path / "odd.gguf")
 
 
 def test_the_hub_is_not_asked_about_a_file_with_many_words() -> None:

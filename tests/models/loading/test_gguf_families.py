@@ -62,6 +62,7 @@ CASES = {
         {**EXPERTS, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
         EXPERTS_TOLD | {"embedding_scale": 2.0, "attention.scale": 0.2, "residual_scale": 0.5},
     ),
+    "lists": Case("llama", "llama", interleaved, told={"attention.head_count": [4, 4], "block_count": [2]}),
     "granite": Case("granite", "granite", interleaved, {"logits_scaling": 3.0}, {"logit_scale": 3.0}),
     "falcon": Case("falcon", "falcon", grouped, FALCON | {"ffn_hidden_size": 96}),
     "gptneox": Case("gptneox", "gpt_neox", grouped, {"num_key_value_heads": 4}, NEOX),
@@ -117,6 +118,9 @@ def test_tensors_that_have_no_place_are_refused(tmp_path: Path) -> None:
     [
         ("mixtral", {"expert_count": 4, "expert_used_count": [1, 2]}, r"differ in num_experts_per_tok \(1, 2\)"),
         ("llama", {"residual_scale": 0.5}, r"tells residual_multiplier \(0.5\), which models of its family \(llama\)"),
+        ("llama", {"feed_forward_length": 95}, "its weights have other shapes than its configuration says"),
+        ("llama", {"attention.head_count": 0}, r"no model of its configuration \(integer division"),
+        ("llama", {"block_count": None}, r"do not tell llama\.block_count: take another copy"),
     ],
 )
 def test_layers_that_differ_and_factors_of_other_families_are_refused(

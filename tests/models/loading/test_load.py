@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.models.loading.load import load_model
+from slipstream.models.loading.load import find_tokenizer, load_model
 
 TEXT = torch.tensor([[5, 17, 42, 8]])
 
@@ -60,7 +60,7 @@ def test_shards_are_put_together_and_a_missing_one_is_told(model: LlamaForCausal
     assert len(shards) > 2 and (tmp_path / "model.safetensors.index.json").is_file()
     assert same(load_model(tmp_path), model)
     shards[1].unlink()
-    with pytest.raises(ValueError, match=r"^cannot load the model .*\.$"):
+    with pytest.raises(ValueError, match=r"^cannot load the model .* a file of its weights is missing .*: copy"):
         load_model(tmp_path)
 
 
@@ -92,10 +92,22 @@ def test_quantized_weights_name_the_package_they_need(
         load_model(folder)
 
 
-def test_an_unknown_quantization_is_refused_and_not_read_as_plain_weights(folder: Path) -> None:
-    said(folder, quantization_config={"quant_method": "squeezed"})
-    with pytest.raises(ValueError, match="quantized by 'squeezed', which transformers does not know"):
-        load_model(folder)
+def test_what_is_unknown_is_refused_and_weights_of_it_are_not_read_as_plain_ones(folder: Path) -> None:
+    for name, value, fault in (
+        ("hidden_act", "loud", r"no model of its configuration \('loud' is missing or unknown\): correct"),
+        ("quantization_config", {"quant_method": "squeezed"}, "by 'squeezed', which transformers does not know"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            load_model(said(folder, **{name: value}))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma"])
+def test_a_tokenizer_without_its_vocabulary_is_none(kind: str, folder: Path) -> None:
+    """And not one that reads every text as nothing, which transformers makes of some families."""
+    assert find_tokenizer(said(folder, model_type=kind)) is None
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ValueError, match=r"the files of its vocabulary are missing \(.*\): copy .*, or pass"):
+        find_tokenizer(folder)
 
 
 def test_a_device_map_spreads_a_model_or_names_what_it_needs(model: LlamaForCausalLM, folder: Path) -> None:

@@ -14,8 +14,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.core.values import first_sentence
 from slipstream.models.loading.dropped_tensors import checkpoint_file, json_fault
-from slipstream.models.loading.gguf_file import files_in
-from slipstream.models.loading.pairings import PAIRINGS, pairing_of
+from slipstream.models.loading.gguf_file import TOKENS, GgufFile, files_in, gguf_path, is_gguf
+from slipstream.models.loading.pairings import PAIRINGS, located, pairing_of
 
 MODEL_RECORDS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -33,21 +33,25 @@ OWN_CODE = (
     "it comes with Python code of its own, which runs only if you ask for it: read that code, then pass "
     "trust_remote_code=True (--trust-remote-code)"
 )
-SHAPES = "its weights have other shapes than its config.json says: the files do not belong together"
+SHAPES = "its weights have other shapes than its configuration says: they do not belong together"
+UNUSABLE = (TypeError, LookupError, AttributeError, AssertionError, ZeroDivisionError)
+OTHER_SHAPES = re.compile("ignore_mismatched_sizes|invalid for input of size|don't multiply up to the size")
+
+
+def refuse_other_types(source: Any) -> None:
+    if not isinstance(source, str | Path):
+        kind = type(source).__name__
+        raise ValueError(f"a model is a hub name, a folder, or one that transformers has loaded, not of type {kind}.")
 
 
 def refuse_missing(source: str | Path) -> None:
     """Raise ValueError for a source that looks like a path but has no model, so that it is not taken for a hub name."""
-    if not isinstance(source, str | Path):
-        kind = type(source).__name__
-        raise ValueError(
-            f"a model is a hub name, a folder, or one that transformers has loaded, and not of type {kind}."
-        )
+    refuse_other_types(source)
     if not str(source).strip():
         raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
     path = Path(source).expanduser()
     local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~")) or path.exists()
-    local = local or (path.suffix == ".gguf" and ":" not in str(source))
+    local = local or (path.suffix.lower() == ".gguf" and ":" not in str(source))
     if local and (fault := _missing(path)):
         raise ValueError(f"cannot load the model {str(source)!r}: {fault}.".replace("?.", "?"))
 
@@ -56,10 +60,10 @@ def _missing(path: Path) -> str | None:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return "the folder may not be read: change its permissions"
     if path.is_file():
-        if path.suffix != ".gguf":
+        if not is_gguf(path):
             return "that is a file: name the folder that it lies in"
         return None if find_spec("gguf") else "a .gguf file needs another package: pip install 'slipstream[gguf]'"
-    if path.suffix == ".gguf" and not path.is_dir():
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
         others = ", ".join(each.name for each in files_in(path.parent)) if path.parent.is_dir() else ""
         return "there is no such file" + (f", but {others} in its folder" if others else "")
     if not path.is_dir():
@@ -106,14 +110,18 @@ def model_fault(source: str | Path, error: Exception) -> str:
         return f"it needs a package that is not installed: pip install {missing[1].replace('_', '-')}"
     if isinstance(error, SafetensorError):
         return f"its weights are damaged ({first_sentence(error)}): copy or download them again"
-    if "ignore_mismatched_sizes" in str(error):
+    if OTHER_SHAPES.search(str(error)):
         return SHAPES
+    if isinstance(error, FileNotFoundError) or "no file named" in str(error):
+        return f"a file of its weights is missing ({_sentence(error)}): copy or download it too"
     if "couldn't connect to" in str(error):
         return "there is no such folder, no such model was downloaded, and the hub cannot be reached"
     if any(checkpoint_file(source, name, download=False) for name in BINARIES) and not isinstance(
         error, OSError | ImportError | ValueError
     ):
         return PICKLES  # unpickling bytes that are not a pickle may raise any error
+    if isinstance(error, UNUSABLE) and "keyword argument" not in str(error):
+        return f"transformers makes no model of its configuration ({_sentence(error)}): correct it or take another"
     return _sentence(error)
 
 
@@ -145,7 +153,17 @@ def tokenizer_fault(source: str | Path, error: Exception) -> str:
     return _forbidden(source) or damaged_record(source, ("config.json", *TOKENIZER_RECORDS)) or _sentence(error)
 
 
+def refuse_without_words(source: str | Path, tokenizer: Any) -> None:
+    """Raise ValueError for a tokenizer that transformers made without a vocabulary: it reads every text as nothing."""
+    own = dict(tokenizer.vocab_files_names).values()
+    names = {*TOKENIZER_FILES, *own} - {"tokenizer_config.json", "special_tokens_map.json"}
+    if own and not any(checkpoint_file(source, name, download=False) for name in names):
+        raise ValueError(f"the files of its vocabulary are missing ({', '.join(own)}): copy or download them")
+
+
 def has_tokenizer(source: str | Path) -> bool:
+    if path := gguf_path(located(source)):
+        return TOKENS in GgufFile.read(path).metadata
     return any(checkpoint_file(source, name, download=False) for name in TOKENIZER_FILES)
 
 
@@ -166,6 +184,8 @@ def _forbidden(source: str | Path) -> str | None:
 
 def _sentence(error: Exception) -> str:
     """Return the first line of an error's message, without error names; of a validation error the first two lines."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing or unknown"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_sentence(error)
     return re.sub(r"\b[A-Z]\w+Error: ", "", first).removesuffix(".")

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
-from slipstream.models.loading.gguf_file import GgufFile
+from slipstream.models.loading.gguf_file import EMBEDDINGS, TOKENS, GgufFile
 
 
 class Family(NamedTuple):
@@ -74,13 +74,8 @@ SETTINGS = {  # what the metadata tell: llama.cpp's name, and those that the set
     "ssm.state_size": "state_size",
     "ssm.time_step_rank": "time_step_rank",
 }
-FACTORS = {
-    "attention_multiplier",
-    "clip_qkv",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling logit_scale",
-}
+FACTORS = {"clip_qkv", "logits_scaling logit_scale"}
+FACTORS |= {f"{each}_multiplier" for each in ("attention", "embedding", "residual")}
 """Settings that no model may be read without that has them."""
 
 PARTS = {  # what the tensors tell: an expression that one of their names matches, and the settings that this switches
@@ -98,7 +93,6 @@ ENDS = (  # Tokens that end an answer wherever they are in a vocabulary, as llam
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"} | {
     "penalty_repeat": "repetition_penalty"
 }
-EMBEDDINGS = "token_embd.weight"
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """Special tokens: llama.cpp's names and transformers'."""
 
@@ -136,6 +130,9 @@ def _values(file: GgufFile, usual: PreTrainedConfig) -> dict[str, Any]:
     family, tensors = file.architecture, file.tensors
     if EMBEDDINGS not in tensors:
         raise ValueError("it has no embeddings of tokens: it holds a vocabulary, or a part of a model")
+    for key in ("block_count", "embedding_length", "attention.head_count"):
+        if file.value(key) is None:
+            raise ValueError(f"its metadata do not tell {family}.{key}: take another copy, or convert it again")
     given = {names: file.value(key) for key, names in SETTINGS.items() if file.value(key) not in (None, [])}
     given |= {"sliding_window": None} if given.get("sliding_window") == 0 else {}
     given |= {names: any(re.search(part, each) for each in tensors) for part, names in PARTS.items()}
@@ -146,17 +143,12 @@ def _values(file: GgufFile, usual: PreTrainedConfig) -> dict[str, Any]:
         given[SETTINGS["feed_forward_length"]], values["use_double_wide_mlp"] = min(wide), True
     for names, value in given.items():  # of the names that a setting may have, the family has one, or none
         known = [name for name in names.split() if hasattr(usual, name)][:1]
-        if known and isinstance(value, list) and len(set(value)) > 1:
+        if known and isinstance(value, list):
             raise ValueError(f"its layers differ in {known[0]} ({', '.join(map(str, value))}), which is not read")
         if not known and names in FACTORS and value not in (0, 1):
-            raise ValueError(
-                f"it tells {names.split()[0]} ({value}), which models of its family ({family}) do not have"
-            )
-        values |= {
-            usual.attribute_map.get(name, name): value[0] if isinstance(value, list) else value for name in known
-        }
-    for key, role in SPECIAL.items():
-        values[f"{role}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            raise ValueError(f"it tells {names.split()[0]} ({value}), which models of its family ({family}) lack")
+        values |= {usual.attribute_map.get(name, name): value for name in known}
+    values |= {f"{role}_token_id": file.special(key) for key, role in SPECIAL.items()}
     if isinstance(pattern := file.value("attention.sliding_window_pattern"), list):
         values["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
     heads, size = file.value("attention.head_count") or 1, file.value("embedding_length")
@@ -229,10 +221,9 @@ def _floats(file: GgufFile, name: str) -> Tensor:
 def generation_config_of(file: GgufFile) -> GenerationConfig:
     """Return the generation settings of a model: the tokens that begin and end texts, and how it is to be sampled."""
     metadata = file.metadata
-    special = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, role in SPECIAL.items()}
-    settings: dict[str, Any] = {f"{role}_token_id": special[role] for role in ("bos", "pad")}
-    ends = {special["eos"], *(metadata.get(f"tokenizer.ggml.{each}_token_id") for each in ("eot", "eom"))}
-    ends |= {number for number, token in enumerate(metadata.get("tokenizer.ggml.tokens", ())) if token in ENDS}
+    settings: dict[str, Any] = {"bos_token_id": file.special("bos"), "pad_token_id": file.special("padding")}
+    ends = {file.special(each) for each in ("eos", "eot", "eom")}
+    ends |= {number for number, token in enumerate(metadata.get(TOKENS, ())) if token in ENDS}
     settings["eos_token_id"] = sorted(each for each in ends if each is not None) or None
     sampling = {name: metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     sampling = {name: value for name, value in sampling.items() if value is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from torch import Tensor
 from transformers.utils import cached_file
 
-VERSIONS = (2, 3)
+MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The types of metadata that are numbers, by llama.cpp's number for the type."""
 TEXT, LIST = 8, 9
+EMBEDDINGS, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
 LENGTH = struct.Struct("<Q")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -55,8 +57,17 @@ class GgufFile:
         return str(self.metadata["general.architecture"])
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return what the metadata say of the family's `key`, as "rope.freq_base"."""
-        return self.metadata.get(f"{self.architecture}.{key}", default)
+        """Return what the metadata say of the family's `key`, as "rope.freq_base"; of all layers' equal numbers one."""
+        found = self.metadata.get(f"{self.architecture}.{key}", default)
+        same = isinstance(found, list) and len(set(found)) == 1 and not key.endswith("pattern")
+        return found[0] if same else found
+
+    def special(self, key: str) -> int | None:
+        """Return the number of a special token, as "eos"; None for one outside the vocabulary, as -1 for none is."""
+        rows = self.tensors[EMBEDDINGS].shape[0] if EMBEDDINGS in self.tensors else 0
+        sizes = len(self.metadata.get(TOKENS, ())), rows
+        number = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return number if number in range(min(filter(None, sizes), default=0)) else None
 
     def forget_pages(self) -> None:
         """Let the system take back the memory that holds the file's bytes; they are read again if they are used."""
@@ -91,14 +102,14 @@ def _paths(path: Path) -> list[Path]:
 
 def _part(path: Path) -> GgufFile:
     with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
+        if file.read(4) != MAGIC:
             raise ValueError("it does not begin as GGUF files do: it is another kind of file, or damaged")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that may be written
-    version, count, pairs = struct.unpack_from("<IQQ", data, 4)
-    if version not in VERSIONS:
-        raise ValueError(f"it is of version {version} of GGUF, or of another byte order, and 2 and 3 are read")
     reader = _Reader(data, 24)
     try:
+        version, count, pairs = struct.unpack_from("<IQQ", data, 4)
+        if version not in VERSIONS:
+            raise ValueError(f"it is of version {version} of GGUF, or of another byte order, and 2 and 3 are read")
         metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(pairs)}
         places = [reader.place() for _ in range(count)]
         alignment = metadata.get("general.alignment", 32)
@@ -174,7 +185,7 @@ def gguf_path(source: str | Path) -> Path | None:
     """Return the path of the .gguf file that a source names, downloaded if it is on the hub; None if it names none."""
     path = Path(source).expanduser()
     if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        return path if is_gguf(path) else None
     if path.is_dir():
         files = [] if (path / "config.json").is_file() else files_in(path)
         if len(files) > 1:
@@ -187,9 +198,17 @@ def gguf_path(source: str | Path) -> Path | None:
     return _of_hub(source, found["repo"], found["wanted"]) if found else None
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one of llama.cpp: by its ending, or by how it begins, as in stores that name files by sums."""
+    if path.suffix.lower() == ".gguf" or not os.access(path, os.R_OK):
+        return path.suffix.lower() == ".gguf"
+    with path.open("rb") as file:
+        return file.read(4) == MAGIC
+
+
 def files_in(folder: Path) -> list[Path]:
     """Return the models of a folder in .gguf files, the first part of each."""
-    return [each for each in sorted(folder.glob("*.gguf")) if _begins(each.name)]
+    return [each for each in sorted(folder.glob("*.[gG][gG][uU][fF]")) if each.is_file() and _begins(each.name)]
 
 
 def _begins(name: str) -> bool:

@@ -10,10 +10,10 @@ from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from slipstream.models.loading.gguf_config import SPECIAL
-from slipstream.models.loading.gguf_file import GgufFile
+from slipstream.models.loading.gguf_file import TOKENS, GgufFile
 from slipstream.text.jsontext import json_text
 
-TOKENS, OF_USERS = "tokenizer.ggml.tokens", 4  # llama.cpp's kind of tokens that are found before a text is split
+OF_USERS = 4  # llama.cpp's kind of tokens that are found before a text is split
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
 HAN = "[一-龥぀-ゟ゠-ヿ]+"
 SIGNS = (
@@ -55,7 +55,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     if (kind := words.get("tokenizer_type")) in ("llama", "gemma4"):  # as llama.cpp; Gemma 4's template begins with it
         settings["add_bos_token"] = kind == "llama" and settings.get("add_bos_token", True)
     for key, role in SPECIAL.items():
-        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        number = file.special(key)
         settings[f"{role}_token"] = None if number is None else words["tokens"][number]
     spaces = _spaces(words)
     words |= {"tokens": [spaces.get(number, token) for number, token in enumerate(words["tokens"])]} if spaces else {}

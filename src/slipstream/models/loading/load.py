@@ -206,7 +206,9 @@ def load_tokenizer(
             return AutoTokenizer.from_pretrained(origin.adapter, **{**origin.options, "gguf_file": None})
         if origin.gguf:
             return tokenizer_of(GgufFile.read(origin.gguf))
-        return AutoTokenizer.from_pretrained(origin.place, **origin.options)
+        tokenizer = AutoTokenizer.from_pretrained(origin.place, **origin.options)
+        faults.refuse_without_words(origin.place, tokenizer)
+        return tokenizer
     except Exception as error:  # of any type, depending on the contents of the files
         reason = faults.tokenizer_fault(origin.file, error)
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {reason}.") from error
@@ -216,11 +218,13 @@ def find_tokenizer(
     source: str | Path | PreTrainedModel, trust_remote_code: bool = False, adapter: str | Path | None = None
 ) -> PreTrainedTokenizerBase | None:
     name = source.config.name_or_path if isinstance(source, PreTrainedModel) else source
+    faults.refuse_other_types(name or "")
     try:
         return load_tokenizer(source, trust_remote_code, adapter)
     except ValueError as error:
         if name and faults.has_tokenizer(name):
-            raise ValueError(f"{str(error).removesuffix('.')}, or pass tokenizer=... to load().") from error
+            advice = "" if "tokenizer=" in str(error) else ", or pass tokenizer=... to load()"
+            raise ValueError(f"{str(error).removesuffix('.')}{advice}.") from error
         return None
 
 

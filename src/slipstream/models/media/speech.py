@@ -28,9 +28,7 @@ class SpeechInput:
             extractor = AutoFeatureExtractor.from_pretrained(model.config.name_or_path)
         except Exception as error:  # of any kind, depending on the files
             name = model.config.name_or_path or type(model).__name__
-            raise ValueError(
-                f"{name} has no feature extractor (preprocessor_config.json) to read sound with."
-            ) from error
+            raise ValueError(f"{name} has no feature extractor (preprocessor_config.json) for sound.") from error
         return SpeechInput(extractor, model.generation_config)
 
     @property
@@ -50,9 +48,7 @@ class SpeechInput:
     def stamps(self) -> Stamps:
         silent = getattr(self.settings, "no_timestamps_token_id", None)
         if silent is None:
-            raise OptionError(
-                "the model knows no times (no_timestamps_token_id): ask for the text alone.", "timestamps"
-            )
+            raise OptionError("the model knows no times (no_timestamps_token_id): ask for text alone.", "timestamps")
         return Stamps(silent + 1, 2 * self.extractor.hop_length / self.rate)  # its encoder halves the frames
 
     def time_rules(self, begin: int) -> Any:

@@ -134,9 +134,7 @@ class Journal:
         except ValueError:
             facts = None
         if not isinstance(facts, dict) or facts.get(MARK) != VERSION:
-            raise ValueError(
-                f"{self.path} is no journal of a batch: move it away, or name another file for the answers."
-            )
+            raise ValueError(f"{self.path} is no journal of a batch: move it away, or name another file for answers.")
         if not anew and header.rstrip(b"\n") != self._header:
             expected = json.loads(self._header)
             others = [name for name in ("settings", "prompts") if facts.get(name) != expected[name]] or ["version"]

@@ -201,9 +201,7 @@ def _line(index: int, record: dict[str, Any] | ValueError, chat: bool) -> BatchL
     openai = "custom_id" in record
     form, id = (OPENAI, record["custom_id"]) if openai else (PLAIN, record.get("id"))
     if id is not None and (isinstance(id, bool) or not isinstance(id, str | int)):
-        return BatchLine(
-            index, form=form, error=f"the id is {json_text(id)}, but a text or a whole number is expected."
-        )
+        return BatchLine(index, form=form, error=f"the id is {json_text(id)}, but a text or whole number is expected.")
     try:
         path, body = _openai_request(record) if openai else _plain_request(record, chat)
         if body.get("stream"):
