@@ -563,6 +563,7 @@ def test_answers_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
     forms = {
         ("--json-schema", str(schema)): r'\{"(a":1|b":2)\}',
         ("--regex", "[0-9]{3}"): "[0-9]{3}",
+        ("--regex", ""): "",
         ("--choice", "yes", "--choice", "no"): "yes|no",
         ("--grammar", str(lark)): "xy+z?",
     }

@@ -119,8 +119,9 @@ def test_load_and_commands_take_a_number() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-    with pytest.raises(ValueError, match="threads=0 is not possible"):
-        slipstream.load(threads=0)
+    for number, bound in ((0, "least 1"), (100_000, "most ")):
+        with pytest.raises(ValueError, match=f"threads={number} is not possible: it must be at {bound}"):
+            slipstream.load(threads=number)
     assert "--threads" in run("generate", "x", "--threads", "0").stderr
 
 

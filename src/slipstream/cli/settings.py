@@ -59,7 +59,7 @@ FORMS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "la
 def read_form(params: dict[str, Any]) -> dict[str, Any]:
     """Return the form that a command's parameters set, files as their text: {"regex": "[a-z]+"}; {} without one.
     Raises ValueError for several at once, OSError for a file that cannot be read."""
-    forms = {name: params[name] for name in FORMS if params.get(name)}
+    forms = {name: params[name] for name in FORMS if params.get(name) not in (None, [], ())}
     if len(forms) > 1:
         names = ", ".join("--grammar" if name == "lark_file" else flag(name) for name in forms)
         raise ValueError(f"{names} exclude each other: an answer has one form.")

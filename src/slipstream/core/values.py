@@ -49,12 +49,13 @@ def true_or_false(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """Return the value as an int. Raises ValueError if it is not a whole number, or below `least`."""
+def whole_number(name: str, value: Any, least: int, most: float = math.inf) -> int:
+    """Return the value as an int. Raises ValueError if it is not a whole number, below `least`, or above `most`."""
     if not is_whole(value):
         raise OptionError(f"{name}={value!r} is not possible: it must be a whole number, at least {least}.")
-    if value < least:
-        raise OptionError(f"{name}={value} is not possible: it must be at least {least}.")
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise OptionError(f"{name}={value} is not possible: it must be {bound}.")
     return int(value)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.core.values import whole_number
 
+MOST = 64  # threads that anyone may ask for, however few processors there are
 SOFT = 1  # omp_pause_soft of OpenMP 5.0: threads end, settings stay
 LOADED = Path("/proc/self/maps")
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -32,7 +33,7 @@ def use_threads(threads: int | None = None) -> None:
     """
     _lower_threads()
     if threads is not None:
-        torch.set_num_threads(whole_number("threads", threads, 1))
+        torch.set_num_threads(whole_number("threads", threads, 1, max(MOST, os.cpu_count() or 1)))
 
 
 @cache
