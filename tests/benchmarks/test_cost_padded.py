@@ -156,9 +156,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_presets_have_the_cost_they_name() -> None:
     for name, parameters in {"target-134m": 134.2e6, "draft-24m": 24.4e6, "target-1b": 1.14e9}.items():
         source = "draft" if name.startswith("draft") else "target"
-        config, _ = cost_padded.enlarged_config(
-            AutoConfig.from_pretrained(EMBEDDED / source), cost_padded.PRESETS[name]
-        )
+        config = AutoConfig.from_pretrained(EMBEDDED / source)
+        config, _ = cost_padded.enlarged_config(config, cost_padded.PRESETS[name])
         with torch.device("meta"):
             large = LlamaForCausalLM(config)
         assert large.num_parameters() == pytest.approx(parameters, rel=0.01)

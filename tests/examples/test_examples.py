@@ -143,7 +143,6 @@ def test_examples_are_short(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     statements = [node for node in tree.body if not isinstance(node, ast.If | ast.Import | ast.ImportFrom | ast.Expr)]
     statements = [node for node in statements if getattr(node, "name", "") != "plot"]
-    lines = [
-        line for node in statements for line in ast.unparse(node).splitlines() if line.strip() and '"""' not in line
-    ]
+    lines = [each for node in statements for each in ast.unparse(node).splitlines()]
+    lines = [each for each in lines if each.strip() and '"""' not in each]
     assert len(lines) <= LONGEST

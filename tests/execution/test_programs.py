@@ -239,9 +239,8 @@ def test_attention_to_codes_has_the_bits_of_attention_to_their_numbers(dtype: to
     alone = torch.full((64, 64), torch.finfo(dtype).min).fill_diagonal_(0).to(dtype)[None, None]
     wide = Int8Store(codes * 0, scales.contiguous(), codes, scales.contiguous())
     if not changes:  # every token sees its own slot alone, and so gets its values
-        [output] = program(
-            (torch.zeros(1, 6, 64, 40, dtype=dtype), alone, wide, torch.zeros(1, 2, 64, 40, dtype=dtype))
-        )
+        queries, keys = (torch.zeros(1, heads, 64, 40, dtype=dtype) for heads in (6, 2))
+        [output] = program((queries, alone, wide, keys))
         values = wide.read(64)[1]
         assert torch.equal(output, values.repeat_interleave(3, 1).transpose(1, 2))
         unrounded = codes.float() * scales.float()

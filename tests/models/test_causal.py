@@ -340,6 +340,7 @@ def broken(folder: Path, name: str, content: str | bytes) -> Path:
         ("config.json", '{"model_type"', r"its config\.json is damaged \(Expecting ':' delimiter, line 1 column 14\)"),
         ("config.json", '{"model_type": "llama", "hidden_size": "x"}', r"hidden_size.* expected int, got str"),
         ("config.json", b"\xff\x00\xff", r"its config\.json is damaged \(it is no text\)"),
+        ("generation_config.json", "{", r"its generation_config\.json is damaged"),
         ("generation_config.json", "[]", r"its generation_config\.json is damaged"),
         ("model.safetensors", b"", r"its weights are damaged \(.*header too small\)"),
     ],

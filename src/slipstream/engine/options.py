@@ -179,9 +179,7 @@ def check_callback(name: str, value: object) -> None:
 def _check_grammar(grammar: Grammar, call: Options, least: int, vocab: int) -> None:
     if call.ignore_eos or least:
         name = "ignore_eos" if call.ignore_eos else "min_new_tokens"
-        raise OptionError(
-            f"a grammar says where a text may end, so {name} cannot be used with it: leave one out.", name
-        )
+        raise OptionError(f"a grammar says where a text may end, so {name} cannot go with it: leave one out.", name)
     if grammar.vocab != vocab:
         raise ValueError(
             f"the grammar was made for a model of {grammar.vocab} tokens, and this one has {vocab}: make it with this "

@@ -48,9 +48,7 @@ class RowPositions(nn.Module):
         # M2M100's sinusoids skip the row of padding, which they give to the padding token alone.
         self.padding: int | None = table.padding_idx if hasattr(table, "weights") else None
         if self._weights.is_meta:
-            raise ValueError(
-                "its table of positions is loaded only while it runs, as by device_map, and cannot be read"
-            )
+            raise ValueError("its table of positions is loaded only while it runs, as by device_map, and is not read")
         self.offset = int(getattr(table, "offset", 0)) if self.padding is None else self.padding + 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -247,6 +247,8 @@ def test_its_name_is_that_of_the_file(tmp_path: Path) -> None:
     written(plain(), tmp_path / "tiny.gguf", "Q8_0")
     model = load_model(tmp_path / "tiny.gguf")
     assert model.config.name_or_path == str(tmp_path / "tiny.gguf")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert torch.equal(logits(model), logits(load_model(tmp_path)))
     for name in ("sha256-0af3", "TINY.GGUF"):
         again = load_model((tmp_path / "tiny.gguf").rename(tmp_path / name))
         assert torch.equal(logits(model), logits(again))

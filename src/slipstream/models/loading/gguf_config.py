@@ -186,9 +186,7 @@ def _stretching(file: GgufFile) -> dict[str, Any]:
         return _llama3(_floats(file, "rope_freqs.weight"), float(file.value("rope.freq_base", 10000.0)))
     original = file.value("rope.scaling.original_context_length")
     if "rope_factors_long.weight" in file.tensors:
-        factors = {
-            f"{each}_factor": _floats(file, f"rope_factors_{each}.weight").tolist() for each in ("long", "short")
-        }
+        factors = {f"{of}_factor": _floats(file, f"rope_factors_{of}.weight").tolist() for of in ("long", "short")}
         attention = file.value("rope.scaling.attn_factor")
         return {
             "rope_type": "longrope",

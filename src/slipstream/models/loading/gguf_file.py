@@ -187,7 +187,8 @@ def gguf_path(source: str | Path) -> Path | None:
     if path.is_file():
         return path if is_gguf(path) else None
     if path.is_dir():
-        files = [] if (path / "config.json").is_file() else files_in(path)
+        has_config = (path / "config.json").is_file()
+        files = [] if has_config and [*path.glob("*.safetensors"), *path.glob("*.bin")] else files_in(path)
         if len(files) > 1:
             names = ", ".join(each.name for each in files)
             raise ValueError(

@@ -72,6 +72,8 @@ def load_model(
     if origin.adapter:
         read_adapter(origin.adapter)  # which may be refused, before the model is read
     wanted, kind = "auto" if dtype == "auto" else _dtype("dtype", dtype), _kind(origin)
+    if fault := faults.damaged_record(origin.file, faults.MODEL_RECORDS):  # transformers leaves out damaged settings
+        raise ValueError(f"cannot load the model {str(source)!r}: {fault}.")
     try:
         model, about = _read(kind, origin, place, wanted, reading, kwargs)
     except Exception as error:  # the files come from elsewhere, and damaged ones raise errors of any type
