@@ -193,9 +193,8 @@ def test_long_texts_are_right_and_a_token_keeps_its_bits(dtype: torch.dtype, kin
         mask = mask + noise(1, 4, 10, LONG, dtype=dtype, seed=9)
     together = panel_attention(queries, keys, values, mask, 0.2)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(
-        together.double(), exact(queries, keys, values, mask, 0.2), atol=tolerance, rtol=tolerance
-    )
+    expected = exact(queries, keys, values, mask, 0.2)
+    torch.testing.assert_close(together.double(), expected, atol=tolerance, rtol=tolerance)
     for part in (slice(0, 1), slice(9, 10)):
         alone = panel_attention(queries[1:, :, part], keys[1:], values[1:], mask[:, :, part], 0.2)
         assert torch.equal(alone, together[1:, part])

@@ -182,6 +182,7 @@ def test_a_space_is_put_before_texts_unless_the_file_says_otherwise(prefix: bool
     record = {"model": "llama", "tokens": tokens, "scores": [0.0, 0.0, 0.0, -9.0, -8.0, -1.0, -2.0]}
     record |= {"token_type": [2, 3, 3, 1, 1, 1, 1], "add_space_prefix": prefix}
     assert spelled(vocabulary(record), " a") == [first]
+    assert tokenizer_of(vocabulary(record)).all_special_tokens == ["<s>", "</s>", "<unk>"]  # as usual, for none is told
 
 
 # ---- with llama.cpp's own converter ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """The types of metadata that are numbers, by llama.cpp's number for the type."""
 TEXT, LIST = 8, 9
 EMBEDDINGS, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
+USUAL = {"unknown": 0, "bos": 1, "eos": 2}
 LENGTH = struct.Struct("<Q")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -63,11 +64,13 @@ class GgufFile:
         return found[0] if same else found
 
     def special(self, key: str) -> int | None:
-        """Return the number of a special token, as "eos"; None for one outside the vocabulary, as -1 for none is."""
+        """Return the number of a special token, as "eos"; if it is not told or lies outside the vocabulary, as -1 does,
+        what llama.cpp takes in a vocabulary of SentencePiece, else None."""
         rows = self.tensors[EMBEDDINGS].shape[0] if EMBEDDINGS in self.tensors else 0
         sizes = len(self.metadata.get(TOKENS, ())), rows
+        usual = USUAL.get(key) if self.metadata.get("tokenizer.ggml.model") == "llama" else None
         number = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return number if number in range(min(filter(None, sizes), default=0)) else None
+        return number if number in range(min(filter(None, sizes), default=0)) else usual
 
     def forget_pages(self) -> None:
         """Let the system take back the memory that holds the file's bytes; they are read again if they are used."""
