@@ -26,9 +26,8 @@ def test_a_text_never_ends_the_line_of_an_event() -> None:
 
 
 def test_choices_that_become_text_one_by_one_make_the_same_text() -> None:
-    whole = completion('"choices":[]').model_copy(
-        update={"model": '"choices":[]', "choices": completion("x").choices * 3}
-    )
+    update = {"model": '"choices":[]', "choices": completion("x").choices * 3}
+    whole = completion('"choices":[]').model_copy(update=update)
     bare = whole.model_copy(update={"choices": []})
     assert with_choices(bare, whole.choices).body == answered(whole).body != answered(bare).body
 

@@ -93,6 +93,7 @@ def test_quantized_weights_name_the_package_they_need(
 
 
 def test_what_is_unknown_is_refused_and_weights_of_it_are_not_read_as_plain_ones(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"")  # which is not read beside safetensors
     for name, value, fault in (
         ("hidden_act", "loud", r"no model of its configuration \('loud' is missing or unknown\): correct"),
         ("quantization_config", {"quant_method": "squeezed"}, "by 'squeezed', which transformers does not know"),

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.core.values import first_sentence
-from slipstream.models.loading.dropped_tensors import checkpoint_file, json_fault
+from slipstream.models.loading.dropped_tensors import INDEX, WEIGHTS, checkpoint_file, json_fault
 from slipstream.models.loading.gguf_file import TOKENS, GgufFile, files_in, gguf_path, is_gguf
 from slipstream.models.loading.pairings import PAIRINGS, located, pairing_of
 
@@ -116,9 +116,9 @@ def model_fault(source: str | Path, error: Exception) -> str:
         return f"a file of its weights is missing ({_sentence(error)}): copy or download it too"
     if "couldn't connect to" in str(error):
         return "there is no such folder, no such model was downloaded, and the hub cannot be reached"
-    if any(checkpoint_file(source, name, download=False) for name in BINARIES) and not isinstance(
-        error, OSError | ImportError | ValueError
-    ):
+    pickled = any(checkpoint_file(source, name, download=False) for name in BINARIES)
+    safe = any(checkpoint_file(source, name, download=False) for name in (INDEX, WEIGHTS))
+    if pickled and not safe and not isinstance(error, OSError | ImportError | ValueError):
         return PICKLES  # unpickling bytes that are not a pickle may raise any error
     if isinstance(error, UNUSABLE) and "keyword argument" not in str(error):
         return f"transformers makes no model of its configuration ({_sentence(error)}): correct it or take another"
