@@ -104,7 +104,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": 5}]},
         "messages[0].content",
-        "valid string; or: Input should be a valid list.",
+        "string; or: Input should be a valid list.",
     ),
     ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "give a text, or parts."),
     (content({"type": "text", "text": 5}), f"{PART}.text", "valid string."),

@@ -51,9 +51,7 @@ def answer_as_dict(completion: Completion) -> dict[str, Any]:
 
 Media = opt.panel(
     None,
-    image=opt.own(
-        list[Path] | None, None, "An image that the prompts are about, for vision models. Repeatable.", "FILE"
-    ),
+    image=opt.own(list[Path] | None, None, "An image that prompts are about, for vision models. Repeatable.", "FILE"),
     audio=opt.own(list[Path] | None, None, "A sound that the prompts are about, for audio models. Repeatable.", "FILE"),
 )
 Output = opt.panel(

@@ -44,9 +44,7 @@ Server = opt.panel(
         list[str] | None, None, "Without keys: serve requests for this host name too; * is any. Repeatable.", "NAME"
     ),
     allow_image_host=opt.own(list[str] | None, None, "Fetch images from this host too. Repeatable.", "HOST"),
-    allow_origin=opt.own(
-        list[str] | None, None, "Let pages of this origin use the server (CORS). Repeatable.", "ORIGIN"
-    ),
+    allow_origin=opt.own(list[str] | None, None, "Let pages of this origin use it (CORS). Repeatable.", "ORIGIN"),
     access_log=opt.own(str | None, None, "A JSON line per request; - is standard output.", "FILE"),
     log_prompts=opt.own(bool, False, "Write prompts and answers to the access log too."),
 )
@@ -168,17 +166,13 @@ def parse_bytes(name: str, text: str) -> int:
 Drafting = opt.panel(
     opt.MODELS,
     draft=opt.own(str, "embedded", "What drafts: hub name or folder, ngram:FILE, lookup, embedded, choices.", "DRAFT"),
-    tokenizer=opt.own(
-        str | None, None, "The targets' tokenizer, for drafts that have none: hub name or folder.", "NAME"
-    ),
+    tokenizer=opt.own(str | None, None, "The targets' tokenizer, for drafts without one: hub name or folder.", "NAME"),
 )
 Listening = opt.panel(
     "Server",
     host=HOST,
     port=opt.own(int, 8100, "The port to listen at; 0 is any free one.", "N", min=0, max=65535),
-    key_file=opt.own(
-        Path | None, None, "The key that clients must have; without: SLIPSTREAM_DRAFT_KEY, or none.", "FILE"
-    ),
+    key_file=opt.own(Path | None, None, "The key that clients need; without: SLIPSTREAM_DRAFT_KEY, or none.", "FILE"),
     tls_cert=opt.own(Path | None, None, "A certificate (PEM): clients then use tls://.", "FILE"),
     tls_key=opt.own(Path | None, None, "The certificate's private key (PEM).", "FILE"),
     max_rows=opt.own(int, 64, "Texts that are drafted for at once.", "N", min=1),

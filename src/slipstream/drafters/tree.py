@@ -35,9 +35,7 @@ def tree_shape(shape: Sequence[int], vocab: int | None = None) -> tuple[int, ...
             f"in at most {MOST_LEVELS} levels."
         )
     if vocab is not None and max(levels) > vocab:
-        raise ValueError(
-            f"a tree of shape {levels} is not possible: the draft has {vocab} tokens, fewer than candidates."
-        )
+        raise ValueError(f"a tree of shape {levels} is not possible: the draft has only {vocab} tokens.")
     return tuple(map(int, levels))
 
 

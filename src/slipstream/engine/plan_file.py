@@ -53,9 +53,7 @@ class Plan:
         if name is not None and Path(name).name != ours:
             raise ValueError(f"the plan is for {target}, not for {name}: make one for that.")
         if vocab is not None and vocab != self.vocab:
-            raise ValueError(
-                f"the plan is for a target of {self.vocab} token ids, this one has {vocab}: make a new one."
-            )
+            raise ValueError(f"the plan is for a target of {self.vocab} token ids, this one has {vocab}: make another.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file; it appears under its name only once it is whole."""

@@ -110,9 +110,7 @@ def _with_media(prompt: TextWithMedia | Message, where: str) -> Prompt:
     fields = prompt if isinstance(prompt, Mapping) else vars(prompt)
     text = fields["text"]
     if not isinstance(text, str):
-        raise ValueError(
-            f"{where} has images or sounds with {shown(text)}, but a text is needed: leave it empty at least."
-        )
+        raise ValueError(f"{where} has images or sounds with {shown(text)}, but a text is needed: leave it empty.")
     media = {
         name: listed(fields.get(name, ()), f"{name} of {where}", f"they are a list of {modality}")
         for modality, name in FIELDS.items()

@@ -83,9 +83,7 @@ class Gate:
             if sum(map(len, (part for pair in scope["headers"] for part in pair))) > HEADER_BYTES:
                 raise HeadersTooLarge(f"the headers are longer than the {HEADER_BYTES} bytes that are taken.")
             if self.settings.hosts is not None and not self.settings.hosts.allow(headers.get("host", "")):
-                raise WrongHost(
-                    f"{headers['host']!r} is not a host of this server: start it with --allow-host, or keys."
-                )
+                raise WrongHost(f"{headers['host']!r} is no host of this server: start it with --allow-host, or keys.")
             state["tenant"] = self._tenant(scope["path"], headers)
             await self.app(scope, self._limited(receive, headers, state), answer)
         except ServeError as error:
@@ -117,9 +115,7 @@ class Gate:
         key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # as Anthropic's clients
         tenant = self.settings.tenant(key)
         if tenant is None:
-            raise WrongKey(
-                "send one of this server's keys: the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-            )
+            raise WrongKey("send one of this server's keys: as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
         return tenant
 
     def _limited(self, receive: Receive, headers: Headers, state: dict[str, Any]) -> Receive:

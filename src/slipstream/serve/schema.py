@@ -249,7 +249,7 @@ class Message(Body):
     def _has_content(self) -> Self:
         if self.content is None and self.role not in ("assistant", "tool"):
             raise FieldError(
-                "content", "only messages of the assistant and of tools may be without: give a text, or parts."
+                "content", "only the assistant's messages and those of tools may lack it: give a text, or parts."
             )
         return self
 
@@ -286,9 +286,7 @@ class ChatRequest(Decoding):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = Field(
-        None, description="For chat templates that know it; none switches thinking off where that can be done."
-    )
+    reasoning_effort: Effort | None = Field(None, description="For chat templates that know it; none: do not think.")
     add_generation_prompt: bool | None = Field(None, description="Begin the assistant's message; true without it.")
     continue_final_message: bool | None = Field(None, description="Go on with the last message, which stays open.")
 

@@ -103,9 +103,7 @@ class ServeSettings:
                 raise ValueError(f"{host!r} is no host: write its name, as images.example.org or 127.0.0.1:8080.")
         for origin in self.origins:
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]+", origin):
-                raise ValueError(
-                    f"{origin!r} is no origin: write it as https://example.org:8080, without a path, or *."
-                )
+                raise ValueError(f"{origin!r} is no origin: write https://example.org:8080, without a path, or *.")
 
     def tenant(self, key: str) -> str | None:
         """Return the tenant of a bearer key; None for an unknown key. All keys are compared, each in constant time."""

@@ -188,9 +188,7 @@ def check_draft_folder(out: Name) -> None:
         return
     report = folder / REPORT
     if not (report.is_file() and KIND.recognises(report)):
-        raise ValueError(
-            f"cannot write {out}: it holds files and no draft of `slipstream distill`; give another folder."
-        )
+        raise ValueError(f"cannot write {out}: it holds files and no draft of `slipstream distill`; give a new folder.")
 
 
 def save_draft(model: PreTrainedModel, tokenizer: Any, about: Distilled, out: Name) -> None:

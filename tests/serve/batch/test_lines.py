@@ -58,9 +58,7 @@ def test_lines_of_openais_batches_become_requests(tmp_path: Path) -> None:
         ({"custom_id": "a", "method": "POST", "url": "/v1/completions"}, '"body" must be'),
     ],
 )
-def test_a_line_that_cannot_be_asked_has_an_error_and_the_others_stay(
-    tmp_path: Path, record: Any, sentence: str
-) -> None:
+def test_a_line_that_cannot_be_asked_has_an_error_alone(tmp_path: Path, record: Any, sentence: str) -> None:
     wrong, right = read_lines(written(tmp_path, record, {"prompt": "y"}))
     assert sentence in wrong.error
     assert right.error == "" and right.index == 1

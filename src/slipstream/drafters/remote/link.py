@@ -87,9 +87,7 @@ def split_address(kind: str, value: str) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if not host or not port or not value.startswith("//") or parts.path or parts.username:
-        raise ValueError(
-            f"draft '{kind}:{value}' is not possible: write {kind}://HOST:PORT, as {kind}://10.0.0.2:8100."
-        )
+        raise ValueError(f"draft '{kind}:{value}' is impossible: write {kind}://HOST:PORT, as {kind}://10.0.0.2:8100.")
     return host, port
 
 

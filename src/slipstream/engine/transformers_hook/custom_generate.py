@@ -155,7 +155,7 @@ def custom_generate(
     """
     if not isinstance(verifier, Rule) and not callable(verifier):
         raise ValueError(
-            f"verifier={verifier!r} is not possible: give a rule of slipstream.decoding.rules, or a verifier."
+            f"verifier={verifier!r} is not possible: give one of slipstream.decoding.rules, or a verifier."
         )
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
     if rule.paths:

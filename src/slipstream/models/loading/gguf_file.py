@@ -194,9 +194,7 @@ def gguf_path(source: str | Path) -> Path | None:
         files = [] if has_config and [*path.glob("*.safetensors"), *path.glob("*.bin")] else files_in(path)
         if len(files) > 1:
             names = ", ".join(each.name for each in files)
-            raise ValueError(
-                f"cannot load the model {str(source)!r}: it has {len(files)} files ({names}): name one of them."
-            )
+            raise ValueError(f"cannot load the model {str(source)!r}: it has {len(files)} files ({names}): name one.")
         return files[0] if files else None
     found = HUB.fullmatch(source) if isinstance(source, str) else None
     return _of_hub(source, found["repo"], found["wanted"]) if found else None

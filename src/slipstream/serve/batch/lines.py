@@ -153,9 +153,7 @@ def read_lines(path: str | Path, chat: bool = False) -> list[BatchLine]:
     for line in lines:
         if line.id is not None and seen.setdefault(str(line.id), line.index) != line.index:
             first = seen[str(line.id)] + 1
-            raise ValueError(
-                f"{path}: prompts {first} and {line.index + 1} both have the id {line.id!r}: make them differ."
-            )
+            raise ValueError(f"{path}: prompts {first} and {line.index + 1} both have the id {line.id!r}: change one.")
     return lines
 
 

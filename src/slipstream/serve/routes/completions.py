@@ -93,9 +93,7 @@ def count_written(body: CompletionRequest, settings: ServeSettings) -> int:
     if body.best_of < asked:
         raise BadRequest(f"best_of={body.best_of} is below n={asked}: of so many, no more can be answered.", "best_of")
     if body.stream and body.best_of > asked:
-        raise BadRequest(
-            "best_of is known when all texts are written: leave out stream, or give no best_of.", "best_of"
-        )
+        raise BadRequest("best_of is known when all texts are written: leave out stream or best_of.", "best_of")
     return body.best_of
 
 

@@ -89,11 +89,8 @@ def infill_of(state: ServerState, field: str) -> Infill:
     """Return how the served model fills in. Raises BadRequest, which names `field`, for a model that does not."""
     found = Infill.of(state.engine.tokenizer) if state.engine.tokenizer is not None else None
     if found is None:
-        raise BadRequest(
-            f"{field} needs a model that fills in, and the tokenizer of {state.model} has no tokens for that: leave it "
-            "out.",
-            field,
-        )
+        without = f"the tokenizer of {state.model} has no tokens for that"
+        raise BadRequest(f"{field} needs a model that fills in, and {without}: leave it out.", field)
     return found
 
 
