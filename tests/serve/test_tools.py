@@ -21,7 +21,8 @@ from slipstream.serve.tools import CallGrammar
 from slipstream.text.detokenize import Detokenizer
 from toys import closed
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+DEFINED = {"properties": {"a": {"$ref": "#/$defs/number"}}, "$defs": {"number": {"type": "integer"}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": DEFINED}}
 HARMONY = {  # A form in the way of gpt-oss: nothing is content unless a mark says so
     "start_anchor": "<|start|>assistant",
     "fields": {

@@ -7,6 +7,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from itertools import chain
+from operator import getitem
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -46,11 +49,15 @@ class AnswerForm:
         regions.begin(self.tokenizer.decode(list(prompt[-BEGUN:])), self.template.start_anchor_re)
         return regions
 
+    @cached_property
+    def _typed(self) -> list[dict[str, Any]]:
+        return [_typed(tool) for tool in self.tools or ()]
+
     def calls(self, region: str) -> list[tuple[str, str]]:
         """Return names and arguments, as JSON text, of the calls in a region. Raises ValueError if one is malformed."""
         field = replace(self.template.fields[CALLS], optional=True)
         template = replace(self.template, fields={CALLS: field}, implicit=None, defaults={})
-        parser = self.tokenizer.get_response_parser(template, prefix="", tools=self.tools)
+        parser = self.tokenizer.get_response_parser(template, prefix="", tools=self._typed)
         try:
             parser.feed(region)
             found = parser.finalize()[0].get(CALLS)
@@ -69,6 +76,28 @@ def _of_family(model: PreTrainedModel, tokenizer: Any) -> Any:
     except ImportError:  # without the packages of its server
         return None
     return get_response_template(tokenizer, model)
+
+
+def _typed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool whose parameters have their types, which transformers does not find behind references."""
+    root = tool["function"].get("parameters") or {}
+    known: dict[str, dict[str, None]] = {}  # the types behind a reference; none while it is followed
+
+    def types(schema: dict[str, Any]) -> dict[str, None]:
+        if (place := schema.get("$ref")) is not None:
+            if place not in known:
+                known[place] = {}
+                known[place] = types(reduce(getitem, place.split("/")[1:], root))
+            return known[place]
+        own = schema.get("type", [])
+        unions = [types(each) for name in ("anyOf", "oneOf", "allOf") for each in schema.get(name, ())]
+        return dict.fromkeys([own] if isinstance(own, str) else own) | dict(chain(*map(dict.items, unions)))
+
+    try:
+        properties = {name: {**each, "type": [*types(each)]} for name, each in root.get("properties", {}).items()}
+    except (AttributeError, KeyError, RecursionError, TypeError):  # it is no schema that is understood here
+        return tool
+    return {**tool, "function": {**tool["function"], "parameters": {"properties": properties}}}
 
 
 def _listed(found: Any) -> list[Any]:

@@ -55,14 +55,12 @@ class CallGrammar:
             delimiters = {mark for pair in field.content_args.get("string_delims", ()) for mark in pair}
             marks = "".join(f"{self._text(each)} text " for each in sorted(delimiters))
             return f"{begin} text ({marks})* {end}" if marks else f"{begin} {_until('text', end)}"
-        schema = function.get("parameters") or {"type": "object"}
+        schema = _alone(function.get("parameters") or {"type": "object"}, function["name"])
         keys = field.transform["function"]
         if keys == "{content}":
             keys = {name: f"{{{name}}}" for name in ("name", "arguments")}
         if keys["arguments"] != "{content}":
-            properties = {keys["name"][1:-1]: {"const": function["name"]}, keys["arguments"][1:-1]: schema}
-            schema = {"type": "object", "properties": properties, "required": [*properties]}
-            schema = {**schema, "additionalProperties": False}
+            schema = _object({keys["name"][1:-1]: {"const": function["name"]}, keys["arguments"][1:-1]: schema})
         if field.transform_each:
             schema = {"type": "array", "items": schema, "minItems": 1}
         return f"{begin} {SPACE} %json {json_text({**schema, 'x-guidance': WHITE})} {SPACE} {end}"
@@ -130,13 +128,7 @@ class Tools:
         if self.choice != "required":
             return None
         calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for tool in self.tools
+            _object({"name": {"const": tool.function.name}, "parameters": _parameters(tool)}) for tool in self.tools
         ]
         most = {} if self.parallel else {"maxItems": 1}
         return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
@@ -166,4 +158,13 @@ class Tools:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    return _alone(tool.function.parameters or _object({}), tool.function.name)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _alone(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the schema of a tool with an address, so that its references are to itself inside another schema."""
+    return {"$id": f"urn:tool:{name}", **schema, "$schema": "https://json-schema.org/draft/2020-12/schema"}
