@@ -68,6 +68,14 @@ def test_a_called_function_is_an_item_of_the_output(client: openai.OpenAI) -> No
     assert events[-1].response.output == [done]
 
 
+def test_functions_of_a_namespace_are_called_by_both_names(client: openai.OpenAI) -> None:
+    space = {"type": "namespace", "name": "maths", "description": "Sums.", "tools": FORCED["tools"]}
+    [call] = client.responses.create(**{**FORCED, "tools": [space], "tool_choice": "required"}).output
+    assert (call.type, call.namespace, call.name) == ("function_call", "maths", "add")
+    [turn] = messages(call.to_dict(), tools=[space])
+    assert turn["tool_calls"][0]["function"] == {"name": "maths__add", "arguments": call.arguments}
+
+
 def second_turn(client: openai.OpenAI, **asked: Any) -> Any:
     return client.responses.create(**{**ASKED, "tools": FORCED["tools"], **asked})
 
@@ -100,6 +108,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a tool that is not there": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include"),
     "a conversation": ({"conversation": "conv_1"}, "conversation"),
+    "an image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
     "an unknown item": ({"input": [{"type": "computer_call"}]}, "input[0].type"),
 }
 
@@ -136,13 +145,8 @@ def messages(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
 
 
 USER: dict[str, Any] = {"role": "user", "content": "x"}
-THOUGHT: dict[str, Any] = {
-    "type": "reasoning",
-    "id": "rs_1",
-    "summary": [],
-    "content": [{"type": "reasoning_text", "text": "hm"}],
-    "encrypted_content": None,
-}
+THOUGHT: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+THOUGHT["content"] = [{"type": "reasoning_text", "text": "hm"}]
 SAID: dict[str, Any] = {
     "type": "message",
     "id": "msg_1",

@@ -67,37 +67,33 @@ def check_host(url: str, hosts: Sequence[str]) -> None:
     usual = port in (None, PORTS[parts.scheme])
     names = {f"{parts.hostname}:{port or PORTS[parts.scheme]}", *([parts.hostname] if usual else [])}
     if parts.username is not None or names.isdisjoint(host.lower() for host in hosts):
-        raise ValueError(
-            "an image of messages is at a host that this server does not fetch from: send it as a data: URL."
-        )
+        raise ValueError("an image of messages is at a host this server does not fetch from: send it as a data: URL.")
 
 
-def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState) -> list[dict[str, Any]]:
-    """Return the messages with their images and sounds opened, so that no URL or path is passed on.
+def with_open_media(messages: Sequence[dict[str, Any]], state: ServerState, field: str) -> list[dict[str, Any]]:
+    """Return the messages of a field with their images and sounds opened, so that no URL or path is passed on.
     Raises BadRequest for media that are not allowed, too many, damaged, or not supported by the model."""
     counts, limits = Counter(media_in(messages)), state.settings.limits
     read = state.engine.media.modalities if state.engine.media else frozenset[Modality]()
     for modality, most in ((Modality.IMAGE, limits.images), (Modality.AUDIO, limits.sounds)):
         count = counts[modality]
         if count and modality not in read:
-            raise BadRequest(
-                f"messages holds {modality}, but {state.model} reads {only(read)}: leave them out.", "messages"
-            )
+            raise BadRequest(f"{field} holds {modality}, but {state.model} reads {only(read)}: leave them out.", field)
         if count > most:
-            raise BadRequest(f"messages holds {count} {modality}, but at most {most} are taken.", "messages")
+            raise BadRequest(f"{field} holds {count} {modality}, but at most {most} are taken.", field)
     opened = [dict(message) for message in messages]
     for message in opened if counts else ():
         if isinstance(content := message.get("content"), list):
-            message["content"] = [_part(part, state) for part in content]
+            message["content"] = [_part(part, state, field) for part in content]
     return opened
 
 
-def _part(part: dict[str, Any], state: ServerState) -> dict[str, Any]:
+def _part(part: dict[str, Any], state: ServerState, field: str) -> dict[str, Any]:
     modality, limits = part_modality(part), state.settings.limits
     if modality is None:
         return part
-    with state.refusing("messages"):
-        found = part_content(part, "messages")
+    with state.refusing(field):
+        found = part_content(part, field)
         if modality is Modality.AUDIO:
             assert state.engine.media is not None and isinstance(found, bytes), "the schema takes data alone"
             return media_part(modality, read_sound(found, state.engine.media.rate, limits.sound_seconds))
@@ -141,7 +137,7 @@ async def chat_of(body: ChatRequest, tools: Tools, request: Request, field: str 
             field,
         )
     messages = [message.model_dump(exclude_none=True, by_alias=True) for message in body.messages]
-    messages = await off_loop(request, with_open_media, messages, state)
+    messages = await off_loop(request, with_open_media, messages, state, field)
     return Chat(messages, tools.for_template(), _variables(body, state, request))
 
 
@@ -176,8 +172,6 @@ def _variables(body: ChatRequest, state: ServerState, request: Request) -> dict[
     request.state.ignored += [field for field, name in named.items() if name not in template]
     if body.continue_final_message:
         if body.add_generation_prompt:
-            raise BadRequest(
-                "add_generation_prompt and continue_final_message exclude each other.", "add_generation_prompt"
-            )
+            raise BadRequest("add_generation_prompt excludes continue_final_message.", "add_generation_prompt")
         return {**variables, "continue_final_message": True, "add_generation_prompt": False}
     return {"add_generation_prompt": body.add_generation_prompt is not False, **variables}

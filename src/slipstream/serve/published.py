@@ -26,9 +26,8 @@ REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
     **_any("session_id extra_key custom_labels routed_experts_prompt_start routed_experts_start_len return_mm_kwargs"),
     **_any("return_token_offsets bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"),
     **_any("data_parallel_rank n_cache_reuse sse_ping_interval backend_sampling truncation_side"),
-    **_only(
-        (True,), "skip_special_tokens spaces_between_special_tokens detokenize separate_reasoning stream_reasoning"
-    ),
+    **_only((True,), "skip_special_tokens spaces_between_special_tokens separate_reasoning stream_reasoning"),
+    **_only((True,), "detokenize"),
     **_only((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_hidden_states"),
     **_only((False,), "return_prompt_text return_routed_experts return_cached_tokens_details watermarking"),
     **_only((False,), "no_stop_trim return_tokens return_progress post_sampling_probs return_prompt_logprobs"),
@@ -36,11 +35,11 @@ REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
     **_only((1,), "tfs_z guidance_scale n_cmpl"),
     **_only((-1,), "adaptive_target reasoning_budget_tokens"),
     **_only(([], {}), "logits_processors lora documents allowed_token_ids vllm_xargs transforms plugins"),
+    **_only((), "prompt_logprobs truncate_prompt_tokens logprob_token_ids guided_whitespace_pattern grammar"),
+    **_only((), "repeat_last_n samplers json_schema regex ebnf stop_regex lora_path t_max_predict_ms"),
     **_only(
-        (), "prompt_logprobs truncate_prompt_tokens logprob_token_ids guided_whitespace_pattern kv_transfer_params"
+        (), "ec_transfer_params kv_transfer_params session_params custom_params repetition_detection multimodal_data"
     ),
-    **_only((), "repeat_last_n samplers grammar json_schema regex ebnf stop_regex lora_path t_max_predict_ms"),
-    **_only((), "ec_transfer_params session_params custom_params repetition_detection multimodal_data"),
     **_only((), "stop_token top_n_sigma random_seed generation_config options extra_body custom_logit_processor"),
 }
 
@@ -81,7 +80,7 @@ TOOL: Others = {  # those of tools, of calls of tools, and of their functions
 
 RESPONSES: Others = {  # those of /v1/responses
     **_any("user service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
-    **_any("stream_options"),
+    **_any("stream_options client_metadata"),
     **_only(("auto", "disabled"), "truncation"),
     **_only(([], ["reasoning.encrypted_content"]), "include"),
     **_only((False,), "background"),
@@ -95,7 +94,8 @@ MESSAGES: Others = {  # those of /v1/messages
     **_any("metadata service_tier inference_geo betas anthropic_beta user speed"),
     **_any("cache_control diagnostics user_profile_id workspace_id"),
     **_only(([],), "mcp_servers"),
-    **_only((), "container context_management output_format"),
+    **_only(({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}), "context_management"),
+    **_only((), "container output_format"),
 }
 
 ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by")  # in the input of /v1/responses
@@ -103,9 +103,8 @@ AUDIO: Others = {  # those of the forms of /v1/audio, whose values are texts
     **_any("user"),
     **_only(("auto",), "chunking_strategy"),
     **_only(("false",), "stream"),
-    **_only(
-        (), "prompt hotwords include[] known_speaker_names[] known_speaker_references[] seed to_language vad_filter"
-    ),
+    **_only((), "prompt hotwords include[] known_speaker_names[] known_speaker_references[]"),
+    **_only((), "seed to_language vad_filter"),
 }
 
 TEXT_SETTINGS: Others = _only(("medium",), "verbosity")

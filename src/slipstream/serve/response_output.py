@@ -1,7 +1,7 @@
 """The answers of /v1/responses: their objects, the events that tell of items, and the last ones, to go on with."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from slipstream.serve.response_schema import (
     InputText,
     Kept,
     ResponsesRequest,
+    ResponseTool,
 )
 
 
@@ -57,6 +58,7 @@ class OutputCall(Answer):
     id: str
     call_id: str
     name: str
+    namespace: Sometimes[str] = None
     arguments: str
     status: str = "in_progress"
 
@@ -133,9 +135,11 @@ Told = tuple[str, dict[str, Any]]  # kind of an event, without `response.`, and 
 
 
 class ResponseOutput:
-    """The items of one response, in the order in which they are written; one of them is open."""
+    """The items of one response, in the order in which they are written; one of them is open.
+    `functions` are those that may be called, and their namespaces, by the names that the model is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, tuple[ResponseTool, str | None]]) -> None:
+        self._functions = functions
         self.items: list[OutputItem] = []
         self._open: OutputItem | None = None
 
@@ -143,8 +147,9 @@ class ResponseOutput:
         for kind, text, call in parts_of(delta):
             if call is not None:
                 assert call.id is not None, "the first part of a call has its id"
-                name = str(call.function.name)
-                yield from self._begin(OutputCall(id=f"fc_{new_id()}", call_id=call.id, name=name, arguments=""))
+                tool, space = self._functions.get(str(call.function.name), (call.function, None))
+                called = {"call_id": call.id, "name": tool.name, "namespace": space, "arguments": ""}
+                yield from self._begin(OutputCall(id=f"fc_{new_id()}", **called))
             elif kind == "reasoning" and not isinstance(self._open, OutputReasoning):
                 yield from self._begin(OutputReasoning(id=f"rs_{new_id()}", content=[ReasoningText(text="")]))
             elif kind == "content" and not isinstance(self._open, OutputMessage):
@@ -170,8 +175,7 @@ class ResponseOutput:
         found: dict[str, Kept] = {}
         for item in self.items:
             if isinstance(item, OutputCall):
-                call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-                found[item.id] = InputCall(type="function_call", **call)
+                found[item.id] = InputCall(**item.model_dump(exclude={"id", "status"}))
             elif isinstance(item, OutputMessage):
                 found[item.id] = InputMessage(role="assistant", content=item.content[0].text)
             else:

@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from slipstream.serve import published
 from slipstream.serve.body import Addressed, Body
-from slipstream.serve.schema import Count, Effort, Probability, RefusalPart, SpeculationOptions, ToolName
+from slipstream.serve.schema import Count, Effort, Function, NamedFunction, Probability, RefusalPart, SpeculationOptions
 
 
 class InputText(Body):
@@ -37,6 +37,7 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -83,18 +84,20 @@ Item = Annotated[
 ]
 
 
-class ResponseTool(Body):
-    others = published.TOOL
+class ResponseTool(Function):
     type: Literal["function"]
-    name: ToolName
+
+
+class ResponseNamespace(NamedFunction):
+    """Functions under one name, as Codex sends those of an MCP server."""
+
+    type: Literal["namespace"]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    tools: list[ResponseTool]
 
 
-class ResponseToolChoice(Body):
+class ResponseToolChoice(NamedFunction):
     type: Literal["function"]
-    name: str
 
 
 class TextFormat(Body):
@@ -122,7 +125,7 @@ class ResponsesRequest(Addressed):
     input: str | list[Item]
     previous_response_id: str | None = Field(None, description="The response that this one goes on with.")
     instructions: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: list[Annotated[ResponseTool | ResponseNamespace, Field(discriminator="type")]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
@@ -134,3 +137,15 @@ class ResponsesRequest(Addressed):
     text: TextSettings | None = None
     metadata: dict[str, str] | None = None
     speculative: bool | SpeculationOptions | None = None
+
+    def functions(self) -> dict[str, tuple[ResponseTool, str | None]]:
+        """Return the functions by the names that the model is told, each with its namespace."""
+        spaces = [
+            (tool.tools, tool.name) if isinstance(tool, ResponseNamespace) else ([tool], None)
+            for tool in self.tools or ()
+        ]
+        return {told(tool.name, space): (tool, space) for tools, space in spaces for tool in tools}
+
+
+def told(name: str, namespace: str | None) -> str:
+    return f"{namespace}__{name}" if namespace else name

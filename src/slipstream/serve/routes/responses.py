@@ -31,6 +31,7 @@ from slipstream.serve.response_schema import (
     InputResult,
     Kept,
     ResponsesRequest,
+    told,
 )
 from slipstream.serve.schema import ChatRequest, RefusalPart
 from slipstream.serve.state import ServerState, state_of, tenant_of
@@ -44,10 +45,10 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
         choice = {"type": "function", "function": {"name": choice.name}}
     form = body.text.format if body.text else None
     schema = form and form.schema_ and {"name": form.name or "answer", "schema": form.schema_}
-    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
+    functions = {name: tool.model_dump(exclude_none=True) for name, (tool, _) in body.functions().items()}
     fields = {
         "messages": [*system, *_messages(items)],
-        "tools": [{"type": "function", "function": tool} for tool in tools],
+        "tools": [{"type": tool.pop("type"), "function": {**tool, "name": name}} for name, tool in functions.items()],
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
@@ -85,7 +86,7 @@ def _message(item: Kept) -> dict[str, Any]:
     if isinstance(item, InputResult):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
     if isinstance(item, InputCall):
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": told(item.name, item.namespace), "arguments": item.arguments}
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
     assert isinstance(item, InputReasoning)
     return {"role": "assistant", "reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
@@ -146,7 +147,7 @@ class _ResponseAnswer(Answering):
     ) -> None:
         super().__init__(state, body, call)
         self.asked, self.conversation, self.reader = body, conversation, reader
-        self.output = ResponseOutput()
+        self.output = ResponseOutput(body.functions())
         self.count = 0  # the number of events so far
 
     def whole(self, texts: Sequence[Sequence[Piece]]) -> Response:
