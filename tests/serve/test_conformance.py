@@ -213,7 +213,10 @@ def test_other_methods_are_a_405_that_names_the_right_one(conforming: ServerProc
                     answer = http.request(method, path.replace("{name}", "embedded"))
                     assert answer.status_code == 405, (method, path)
                     assert answer.headers["Allow"].lower() in described
-                    assert answer.json()["error"]["type"] == "invalid_request_error"
+                    assert answer.json()["error"]["message"].endswith(f": send {answer.headers['Allow']}.")
+        for path, hint in (("/chat/completions", "did you mean /v1"), ("/v1/embeddings", "GET /openapi.json lists")):
+            answer = http.post(path, json={})
+            assert answer.status_code == 404 and f"POST {path} is not" in answer.text and hint in answer.text
 
 
 def test_the_description_knows_no_status_that_never_comes(conforming: ServerProcess) -> None:

@@ -28,6 +28,7 @@ from slipstream.serve.state import ServerState
 from slipstream.version import __version__
 
 CLIENT_CLOSED = 499  # logged status of a request whose client closed the connection; no client receives it
+ROUTERS = (completions, chat, responses, messages, infill, audio, models)
 CHUNKS = (ChatChunk, CompletionAnswer, ResponseEvent, MessageEvent, FilledIn)
 REFERENCE = "#/components/schemas/{model}"
 """The models of stream events, and where the OpenAPI description keeps their schemas."""
@@ -79,7 +80,7 @@ def create_app(state: ServerState, log: AccessLog | None = None) -> FastAPI:
         exception_handlers=HANDLERS,
     )
     app.state.server = state
-    for module in (completions, chat, responses, messages, infill, audio, models):
+    for module in ROUTERS:
         app.include_router(module.router)
     app.add_route("/openapi.json", _described, include_in_schema=False)
     app.add_middleware(Gate, settings=state.settings, log=log or AccessLog(None), on_large=state.worker.wake)
@@ -112,12 +113,23 @@ async def _refused(request: Request, error: Exception) -> Response:
         message, field = complaint(error.errors(), error.body)
         body = error_body(message, "invalid_request_error", field)
     elif isinstance(error, HTTPException):
-        status, body = error.status_code, error_body(str(error.detail), "invalid_request_error")
+        status, body = error.status_code, error_body(_said(request, error), "invalid_request_error")
     else:
         traceback.print_exception(error, file=sys.stderr)
         status, body = 500, error_body(f"the server failed: {type(error).__name__}.", "server_error")
     request.state.refusal = body["error"]["message"]
     return JSONResponse(for_path(body, status, request.url.path), status, headers)
+
+
+def _said(request: Request, error: HTTPException) -> str:
+    """Return what is wrong with a request that fits no route, and what would fit."""
+    path, routes = request.url.path, (route for module in ROUTERS for route in module.router.routes)
+    known = [str(getattr(route, "path", "")) for route in routes]
+    near = [each for each in known if len(each) > 1 and (each.endswith(path) or path.endswith(each))]
+    hints = {404: f"did you mean {near[0]}?" if near else "GET /openapi.json lists all that is."}
+    hints[405] = f"send {(error.headers or {}).get('Allow')}."
+    hint = hints.get(error.status_code)
+    return f"{request.method} {path} is not served here: {hint}" if hint else str(error.detail)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

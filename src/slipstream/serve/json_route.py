@@ -44,6 +44,8 @@ class JsonRoute(APIRoute):
                 if not _is_json(request):
                     given = request.headers.get("content-type")
                     raise BadRequest(f"the body comes with the content-type {given!r}: send it as application/json.")
+                if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+                    raise BadRequest(f"the body comes with the content-encoding {coding!r}: send it uncompressed.")
                 request = await _read(request, model)
             return await handler(request)
 
