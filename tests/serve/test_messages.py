@@ -132,6 +132,7 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
     ({"model": "other"}, 404, "not_found_error", "model"),
     ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
     ({"container": "x"}, 400, "invalid_request_error", "container"),
+    ({"thread": {"type": "create"}}, 400, "invalid_request_error", "thread"),
     ({"messages": [{"role": "user", "content": [{"type": "film"}]}]}, 400, "invalid_request_error", "messages[0]"),
     ({"tools": [{**ADD, "name": "a b"}]}, 400, "invalid_request_error", "tools[0].name"),
     ({"system": "x = 1" * 2000}, 400, "invalid_request_error", "messages"),
@@ -143,6 +144,6 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
 def test_errors_have_anthropics_form(http: httpx.Client, more: Any, status: int, kind: str, field: str) -> None:
     answer = http.post("/v1/messages", json={**ASKED, **more})
     assert answer.status_code == status
-    found = answer.json()
-    assert found["type"] == "error" and found["error"]["type"] == kind
-    assert found["error"]["param"].startswith(field) and found["error"]["message"]
+    error = answer.json()["error"]
+    assert answer.json()["type"] == "error" and error["type"] == kind and error["message"]
+    assert error["param"].startswith(field) and ("details" in error) == (field == "thread")

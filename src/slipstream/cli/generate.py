@@ -125,9 +125,7 @@ def _models(context: typer.Context) -> ModelOptions:
         return models
     plan = Plan.read(models.plan)
     if plan.temperature != temperature:
-        say(
-            f"note: the plan was measured at temperature {plan.temperature:g}; at {temperature:g} others may be better."
-        )
+        say(f"note: the plan is measured at temperature {plan.temperature:g}; at {temperature:g} others may be better.")
     return replace(models, plan=plan)
 
 

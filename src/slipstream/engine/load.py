@@ -309,9 +309,7 @@ def _read_plan(plan: Any, target: Any) -> Plan | None:
 
 def _check_settings(how: ModelOptions, tree: Sequence[int] | None) -> None:
     if how.tokenizer is not None and not callable(getattr(how.tokenizer, "decode", None)):
-        raise ValueError(
-            f"tokenizer={how.tokenizer!r} is not possible: give one of transformers, or None for the target's."
-        )
+        raise ValueError(f"tokenizer={how.tokenizer!r} is not possible: give one, or None for the target's.")
     for name, option in MODEL_OPTIONS.items():
         option.check(getattr(how, name))
     if how.exact_shape and (tree or how.compile):

@@ -34,9 +34,7 @@ def kernel_missing() -> str | None:
         reason = first_sentence(error).removesuffix(".")
         if isinstance(error, OSError) and error.strerror and error.filename:
             reason = f"{error.filename}: {error.strerror}"
-        warnings.warn(
-            f"linear layers run slower than they could, their kernel: {reason}.", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn(f"linear layers run slower than they can, their kernel: {reason}.", RuntimeWarning, stacklevel=2)
         return reason
     return None
 

@@ -63,9 +63,7 @@ def find_layers(model: Any, name: str) -> tuple[list[str], nn.ModuleList]:
 def _twin(module: Any, config: Any, name: str) -> Any:
     """Return a copy of a module with the same children. Raises ValueError if its `forward` was replaced."""
     if "forward" in vars(module):
-        raise ValueError(
-            f"{name} is spread over devices or compiled, which ties it to all of its layers: load it in one piece."
-        )
+        raise ValueError(f"{name} is spread over devices or compiled, which ties it to all layers: load it whole.")
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     if hasattr(module, "config"):

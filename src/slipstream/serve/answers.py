@@ -44,6 +44,7 @@ class Error(Answer):
     type: str
     param: Sometimes[str] = None
     code: Sometimes[str] = None
+    details: Sometimes[dict[str, str]] = None
 
 
 class ErrorAnswer(Answer):

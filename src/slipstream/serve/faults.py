@@ -51,6 +51,8 @@ def for_path(body: dict[str, Any], status: int, path: str) -> dict[str, Any]:
     if not path.startswith(MESSAGES):
         return body
     about = {name: value for name, value in body["error"].items() if value is not None}
+    if about.get("param") == "thread":  # without which Anthropic's client goes on once it is told so
+        about["details"] = {"error_code": "thread_unsupported_request"}
     return {
         "type": "error",
         "error": {**about, "type": KINDS.get(status, "api_error" if status >= 500 else KINDS[400])},

@@ -25,7 +25,7 @@ REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
     **_any("dry_sequence_breakers xtc_threshold speculative.n_max speculative.n_min speculative.p_min adaptive_decay"),
     **_any("session_id extra_key custom_labels routed_experts_prompt_start routed_experts_start_len return_mm_kwargs"),
     **_any("return_token_offsets bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"),
-    **_any("data_parallel_rank n_cache_reuse sse_ping_interval backend_sampling truncation_side"),
+    **_any("data_parallel_rank n_cache_reuse sse_ping_interval backend_sampling truncation_side prompt_cache_options"),
     **_only((True,), "skip_special_tokens spaces_between_special_tokens separate_reasoning stream_reasoning"),
     **_only((True,), "detokenize"),
     **_only((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids return_hidden_states"),
@@ -62,7 +62,7 @@ CHAT: Others = {
 
 TOKENIZE: Others = {**_only((True,), "parse_special"), **_only((), "chat_template mm_processor_kwargs")}
 STREAM_OPTIONS: Others = _any("include_obfuscation")
-PART: Others = _DECORATION | _any("annotations logprobs id index")
+PART: Others = _DECORATION | _any("annotations logprobs id index prompt_cache_breakpoint")
 
 MESSAGE: Others = {
     **_DECORATION,
@@ -75,30 +75,33 @@ MESSAGE: Others = {
 
 TOOL: Others = {  # those of tools, of calls of tools, and of their functions
     **_DECORATION,
-    **_any("index parsed_arguments defer_loading eager_input_streaming allowed_callers input_examples"),
+    **_any("index parsed_arguments defer_loading eager_input_streaming allowed_callers input_examples output_schema"),
+    **_only((False,), "async"),
 }
 
 RESPONSES: Others = {  # those of /v1/responses
     **_any("user service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
-    **_any("stream_options client_metadata"),
+    **_any("stream_options client_metadata background_options access_programs"),
     **_only(("auto", "disabled"), "truncation"),
     **_only(([], ["reasoning.encrypted_content"]), "include"),
     **_only((False,), "background"),
     **_only((0,), "top_logprobs"),
-    **_only((), "conversation prompt max_tool_calls context_management moderation"),
+    **_only((), "conversation prompt max_tool_calls context_management moderation image"),
 }
 
-BLOCK: Others = _DECORATION | _any("citations caller toolset_name is_error")  # of content in /v1/messages
-THINKING: Others = _any("budget_tokens display")  # the model decides how long
+# of content in /v1/messages
+BLOCK: Others = _DECORATION | _any("citations caller toolset_name is_error") | _only(({},), "transformations")
+THINKING: Others = _any("budget_tokens display block_binding")  # the model decides how long
 MESSAGES: Others = {  # those of /v1/messages
     **_any("metadata service_tier inference_geo betas anthropic_beta user speed"),
-    **_any("cache_control diagnostics user_profile_id workspace_id"),
+    **_any("cache_control diagnostics user_profile_id workspace_id billing_policy fallbacks fallback_credit_token"),
     **_only(([],), "mcp_servers"),
     **_only(({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}), "context_management"),
-    **_only((), "container output_format"),
+    **_only((), "container output_format compaction thread"),
 }
 
-ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by")  # in the input of /v1/responses
+# in the input of /v1/responses
+ITEM: Others = _DECORATION | _any("id status phase caller namespace created_by") | _only((False,), "async")
 AUDIO: Others = {  # those of the forms of /v1/audio, whose values are texts
     **_any("user"),
     **_only(("auto",), "chunking_strategy"),
@@ -108,4 +111,4 @@ AUDIO: Others = {  # those of the forms of /v1/audio, whose values are texts
 }
 
 TEXT_SETTINGS: Others = _only(("medium",), "verbosity")
-REASONING_SETTINGS: Others = _any("summary generate_summary context")
+REASONING_SETTINGS: Others = _any("summary generate_summary context") | _only(("standard",), "mode")

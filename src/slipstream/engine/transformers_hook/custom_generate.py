@@ -159,9 +159,7 @@ def custom_generate(
         )
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
     if rule.paths:
-        raise ValueError(
-            f"verifier={rule.name!r} is not possible: `generate` runs chains of drafts here; use slipstream.load."
-        )
+        raise ValueError(f"verifier={rule.name!r} is not possible: `generate` runs chains; use slipstream.load.")
     return CustomGenerate(draft, controller(gamma), rule, seed)
 
 
