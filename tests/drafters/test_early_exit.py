@@ -221,7 +221,7 @@ def test_a_model_whose_forward_was_replaced_is_refused() -> None:
     """As accelerate does it to spread a model over devices; a copy would still run all layers."""
     target = CausalScorer(deep("llama"))
     target.model.model.forward = target.model.model.forward
-    with pytest.raises(ValueError, match="load it in one piece"):
+    with pytest.raises(ValueError, match="load it whole"):
         part_of(target, 1)
 
 

@@ -240,7 +240,7 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(tmp_path: Path) -> None:
     target = TableScorer(dirichlet_table(1), 3, "table")
     file = tmp_path / "toy.counts"
     TokenCounts.of([(1, 1, 2)], 3, "table").save(file)
-    with pytest.raises(ValueError, match="the draft has 2 tokens, fewer than candidates"):
+    with pytest.raises(ValueError, match="the draft has only 2 tokens"):
         drafter(f"embedded?draft_vocab=2:{file}", BuildContext(target, tree=(3,)))
     with pytest.raises(ValueError, match="write a number of tokens, a file of counts, or NUMBER:FILE"):
         drafter("embedded?draft_vocab=0", BuildContext(target))

@@ -152,7 +152,7 @@ def test_trees_are_bounded_before_anything_is_loaded(shape: Any, sentence: str) 
 
 
 def test_a_tree_has_no_more_candidates_than_tokens() -> None:
-    with pytest.raises(ValueError, match=r"\(5,\) is not possible: the draft has 4 tokens, fewer than candidates"):
+    with pytest.raises(ValueError, match=r"\(5,\) is not possible: the draft has only 4 tokens"):
         TreeDrafter(scorer(dirichlet_table(1), vocab=4), (5,))
 
 

@@ -258,5 +258,5 @@ def test_options_that_nobody_reads_are_refused() -> None:
 
 @pytest.mark.parametrize("verifier", [None, 5, "x"])
 def test_a_verifier_is_a_rule_or_a_function(verifier: Any) -> None:
-    with pytest.raises(ValueError, match="is not possible: give a rule of "):
+    with pytest.raises(ValueError, match="is not possible: give one of "):
         slipstream.custom_generate(model(1), verifier=verifier)

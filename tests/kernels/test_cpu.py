@@ -117,7 +117,7 @@ def test_a_compiler_that_fails_gives_one_warning_with_its_words(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="slower than they could, their kernel: .*out of ideas") as caught:
+    with pytest.warns(RuntimeWarning, match="slower than they can, their kernel: .*out of ideas") as caught:
         assert kernel_missing() == kernel_missing()
     assert len(caught) == 1
     assert [path.name for path in (tmp_path / "slipstream").iterdir()] == []  # nothing half done stays

@@ -11,9 +11,9 @@ from toys import closed
 MESSAGES: Any = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "add two numbers"}]
 NUMBER = {"type": "integer", "maximum": 99}
 DEFINED: Any = {**closed(a=NUMBER, b={"$ref": "#/definitions/number"}), "definitions": {"number": NUMBER}}
+DEFINED["propertyNames"] = {"type": "string"}
 FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": DEFINED}
 ADD: Any = {"type": "function", "function": FUNCTION}
-SUB = {"type": "function", "function": {"name": "sub"}}
 ASKED: dict[str, Any] = {"model": "embedded", "messages": MESSAGES, "max_completion_tokens": 16, "temperature": 0}
 
 
@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two forms": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
     "message that says nothing": ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    "tool that is not there": ({"tools": [ADD], "tool_choice": SUB}, "tool_choice"),
+    "tool that is not there": ({"tools": [ADD], "tool_choice": {**ADD, "function": {"name": "sub"}}}, "tool_choice"),
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
     "unknown": ({"temprature": 1}, "temprature"),
     "open and new": ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),

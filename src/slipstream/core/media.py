@@ -95,9 +95,7 @@ def check_media(scorer: object, media: Media | None, prompt: Sequence[int], wher
             "them."
         )
     if prompt[-1] in media.placeholders.values():
-        raise ValueError(
-            f"{where} ends with an image or a sound, behind which {name} cannot begin: put text behind it."
-        )
+        raise ValueError(f"{where} ends with an image or a sound, behind which {name} cannot begin: put a text there.")
 
 
 def only(modalities: frozenset[Modality]) -> str:

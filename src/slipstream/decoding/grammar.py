@@ -202,7 +202,7 @@ class Grammars:
             raise ValueError(f"the JSON schema is nested deeper than the {self.limits.depth} levels that are taken.")
         return self._made(
             "JSON schema",
-            json_text(schema),
+            json_text(plain(schema)),
             lambda matcher, text: matcher.grammar_from_json_schema(text, defaults=WHITE),
         )
 
@@ -271,6 +271,16 @@ def _with_spaces(tokenizer: Any) -> str | None:
 
 WHITE = {"whitespace_pattern": " ?"}
 """At most one space: otherwise an uncertain model could write nothing but white space up to its limit."""
+
+
+def plain(schema: Any) -> Any:
+    """Return a schema without `propertyNames` that allow every name, as zod writes and llguidance does not read."""
+
+    def kept(part: dict[str, Any]) -> dict[str, Any]:
+        free = part.get("type") == "object" and part.get("propertyNames") in ({}, {"type": "string"})
+        return {name: value for name, value in part.items() if name != "propertyNames" or not free}
+
+    return json.loads(json_text(schema), object_hook=kept)
 
 
 def _depth(value: Any, most: int) -> int:

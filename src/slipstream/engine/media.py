@@ -56,7 +56,7 @@ def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
         raise ValueError(f"{where} is damaged: {error}.") from error
     if image.width * image.height > pixels:
         raise ValueError(
-            f"{where} has {image.width} x {image.height} pixels, but at most {pixels} are taken: scale it."
+            f"{where} has {image.width} x {image.height} pixels, and at most {pixels} are taken: scale it down."
         )
     try:
         return image.convert("RGB")

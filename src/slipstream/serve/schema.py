@@ -248,9 +248,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and self.role not in ("assistant", "tool"):
-            raise FieldError(
-                "content", "only the assistant's messages and those of tools may lack it: give a text, or parts."
-            )
+            raise FieldError("content", "only messages of the assistant or tools may lack it: give a text, or parts.")
         return self
 
 

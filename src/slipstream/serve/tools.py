@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.protocols import HasModel
-from slipstream.decoding.grammar import ANSWER, WHITE, Grammars
+from slipstream.decoding.grammar import ANSWER, WHITE, Grammars, plain
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.readers import CALLS, KINDS, ByFamily, Reader, many_calls, one_call, verbatim
 from slipstream.serve.response_format import AnswerForm
@@ -63,7 +63,7 @@ class CallGrammar:
             schema = _object({keys["name"][1:-1]: {"const": function["name"]}, keys["arguments"][1:-1]: schema})
         if field.transform_each:
             schema = {"type": "array", "items": schema, "minItems": 1}
-        return f"{begin} {SPACE} %json {json_text({**schema, 'x-guidance': WHITE})} {SPACE} {end}"
+        return f"{begin} {SPACE} %json {json_text(plain({**schema, 'x-guidance': WHITE}))} {SPACE} {end}"
 
     def _mark(self, field: Any, side: str, name: str = "") -> str | None:
         """Return a mark of a region, with the name of a function; "" for none, None for one that is not understood."""

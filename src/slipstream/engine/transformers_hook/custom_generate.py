@@ -154,9 +154,7 @@ def custom_generate(
     guidance.
     """
     if not isinstance(verifier, Rule) and not callable(verifier):
-        raise ValueError(
-            f"verifier={verifier!r} is not possible: give one of slipstream.decoding.rules, or a verifier."
-        )
+        raise ValueError(f"verifier={verifier!r} is not possible: give one of slipstream.decoding.rules or a verifier.")
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
     if rule.paths:
         raise ValueError(f"verifier={rule.name!r} is not possible: `generate` runs chains; use slipstream.load.")
