@@ -20,10 +20,8 @@ from torch.nn import functional
 from slipstream.core.values import check_least
 from slipstream.execution.passes import PassMasks
 from slipstream.files import atomic_write
-from slipstream.kernels.cpu import kernel_missing
 from slipstream.kernels.packing import plain_weight
-from slipstream.kernels.quantization import quantize
-from slipstream.models.heads.eagle3 import SCALE, WEIGHTS, Eagle3, Eagle3Settings
+from slipstream.models.heads.eagle3 import Eagle3, Eagle3Settings
 from slipstream.models.heads.hidden_states import LAST
 from slipstream.models.heads.scorer import Behind, Head
 from slipstream.text.jsontext import json_text
@@ -83,12 +81,8 @@ def new_eagle3(model: Any, tokens: Sequence[int] | np.ndarray, draft_vocab: int,
     return net.to(model.device)
 
 
-def save_eagle3(net: Eagle3, folder: str | Path, small: bool = False) -> None:
-    """Write a draft as speculators does: config.json and model.safetensors, each whole or not at all.
-
-    A `small` one has weights in 8 bits, with a scale for each group as compressed-tensors writes them, and the target's
-    head. Raises ValueError for a small one where our kernels do not run.
-    """
+def save_eagle3(net: Eagle3, folder: str | Path) -> None:
+    """Write a draft as speculators does: config.json and model.safetensors, each whole or not at all."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = net.settings
@@ -107,14 +101,6 @@ def save_eagle3(net: Eagle3, folder: str | Path, small: bool = False) -> None:
     }
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in net.state_dict().items()}
     del tensors["embed_tokens.weight"]  # these are the target's
-    if small:
-        if why := kernel_missing():
-            raise ValueError(f"a small draft is written by our kernels: {why}.")
-        del tensors["lm_head.weight"]
-        for name in [name for name, tensor in tensors.items() if tensor.ndim == 2]:
-            codes = quantize(tensors[name], WEIGHTS)
-            whole = (codes.codes.short() - WEIGHTS.middle)[:, : tensors[name].shape[1]]
-            tensors |= {name: whole.to(torch.int8).contiguous(), name + SCALE: codes.scales}
     if settings.draft_vocab < net.vocab:
         targets = net.targets.cpu()
         tensors["d2t"] = targets - torch.arange(len(targets))

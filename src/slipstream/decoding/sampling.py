@@ -235,8 +235,6 @@ class Sampling(SamplingFields):
                 scores = torch.stack(made)
         return scores
 
-    # ---- where something fails ----
-
     def _law_by_position(self, scores: Tensor, rows: Sequence[Row], texts: Prefixes, model: str) -> Law:
         laws, faults, count = list[Law](), dict[tuple[int, int], Fault](), scores.shape[1]
         for r, row in enumerate(rows):

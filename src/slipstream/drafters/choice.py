@@ -60,9 +60,6 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     return Draft(tokens, Law.join(laws, 0), tuple(owner.lengths[row] for row, owner in enumerate(owners)))
 
 
-# ---- the fastest so far -----------------------------------------------------------------------------------------
-
-
 DISCOUNT = 0.995  # how much a round's weight falls with every later one
 EXPLORE = 0.15  # how far the bound of a drafter that was hardly tried lies above its speed, in the best speed
 HOLD = 4  # the number of rounds for which a drafter is used once it is chosen

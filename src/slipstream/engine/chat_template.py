@@ -87,8 +87,6 @@ class ChatTemplate:
         function = {**function, "arguments": arguments}
         return {**call, "function": function} if "function" in call else function
 
-    # ---- what it takes ----
-
     def check_tools(self, name: str) -> None:
         if not self.takes_tools:
             raise OptionError(

@@ -264,8 +264,6 @@ def _closed(texts: list[str]) -> list[str]:
     return [*texts[:-1], texts[-1] or INCOMPLETE] if texts else texts
 
 
-# ---- characters -------------------------------------------------------------------------------------------------
-
 _BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C)
 _CONTROLS = {
     **{code: chr(0x2400 + code) for code in range(32)},

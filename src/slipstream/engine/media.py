@@ -106,9 +106,6 @@ def open_medium(modality: Modality, medium: Any, rate: int) -> Any:
     return read_sound(medium, rate) if modality is Modality.AUDIO else open_image(medium)
 
 
-# ---- parts of messages ----
-
-
 def part_modality(part: Any) -> Modality | None:
     """Return the kind of media of a message part; None for text, and for a value that is not a part."""
     kind = part.get("type") if isinstance(part, Mapping) else None

@@ -55,9 +55,6 @@ ALLOWED = (
 MOST = 1 << 32  # an exclusive upper bound of token ids; larger ids in a prompt are refused
 
 
-# ---- prompts ----------------------------------------------------------------------------------------------------
-
-
 def read_prompts(prompts: Any) -> list[Prompt]:
     """Read one prompt or several, in any form that users of transformers pass -> the prompts, in order.
 

@@ -25,9 +25,6 @@ from slipstream.plan.predict import AcceptanceCounts, PlanCosts, between
 Step = Callable[[str], None]  # a callback that receives the name of each step as it begins
 
 
-# ---- a drafter in its turns ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sweep:
     """A controller that asks for the most in every third round and for 1, 2, ... in turn in the others.

@@ -79,8 +79,6 @@ class Call:
         written = [ticket.generation.completion.text for ticket in self.tickets]
         return {"prompts": list(map(self.tickets[0].worker.engine.decode, prompts)), "answers": written}
 
-    # ---- what an answer has besides its text ----
-
     def about(self, asked: SpeculationOptions) -> dict[str, Any]:
         return {"usage": self.usage, "metrics": self.metrics(asked.detailed), "timings": self.timings()}
 

@@ -203,9 +203,6 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     ]
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
 class ContentBlock(Answer):
     """A part of the message: a text, a thought, or a call of a tool."""
 

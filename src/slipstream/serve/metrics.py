@@ -64,8 +64,6 @@ class Metrics:
         self.running.set_function(lambda: worker.running)
         self.waiting.set_function(lambda: worker.waiting)
 
-    # ---- called by the worker ----
-
     def on_round(self, round: Round, worker: Worker) -> None:
         for phase, seconds in round.seconds.items():
             self.seconds.labels(self.model, phase).inc(seconds)

@@ -129,8 +129,6 @@ class ResponseEvent(Answer):
     sequence_number: int
 
 
-# ---- from the parts of a message -------------------------------------------------------------------------------------
-
 Told = tuple[str, dict[str, Any]]  # kind of an event, without `response.`, and its fields
 
 

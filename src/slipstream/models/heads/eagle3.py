@@ -20,8 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from slipstream.core.values import first_sentence
 from slipstream.execution.names import CACHE
-from slipstream.kernels.packing import pack_layers, plain_weight
-from slipstream.kernels.quantization import Precision
+from slipstream.kernels.packing import plain_weight
 from slipstream.models.heads.scorer import Behind
 from slipstream.models.loading.dropped_tensors import read_record, read_tensors
 
@@ -30,9 +29,6 @@ LAYERS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
     "qwen3": (Qwen3Config, Qwen3DecoderLayer),
 }
 """The classes of the configuration and the layer, by the `model_type` of `transformer_layer_config`."""
-
-WEIGHTS, SCALE = Precision.named("int8"), "_scale"
-"""The precision of weights that are stored as whole numbers, and what the names of their scales end with."""
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # switches, off by default
 WRITE = "give a folder or a hub name of an EAGLE-3 draft in the format of speculators or SpecForge"
@@ -181,14 +177,9 @@ def load_eagle3(source: str | Path, target: Any) -> Eagle3:
     tensors = {
         name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): tensor for name, tensor in found.items()
     }
-    scales = {name: tensors.pop(name + SCALE).float() for name in list(tensors) if name + SCALE in tensors}
-    for name, scale in scales.items():
-        tensors[name] = tensors[name] * scale.repeat_interleave(WEIGHTS.group, 1)[:, : tensors[name].shape[1]]
     net = Eagle3(settings, settings.places(config.num_hidden_layers))
     _fill(net, tensors, source, target)
     net.to(target.device, target.dtype)
-    if scales:
-        pack_layers(net, WEIGHTS)
     net.rotary_emb = LlamaRotaryEmbedding(own).to(target.device)  # in float32, for weights of any dtype
     return net.eval()
 

@@ -36,8 +36,6 @@ from slipstream.models.loading.quantized import (
 from slipstream.models.loading.twins import packed_twin, quantized_twin, with_encoder_dtype, with_kept_tokens
 from slipstream.models.recurrent.scorer import StateScorer
 
-# ---- loading ----------------------------------------------------------------------------------------------------
-
 
 def load_model(
     source: str | Path | PreTrainedModel,

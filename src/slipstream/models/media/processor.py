@@ -142,8 +142,6 @@ def read_with_media(model: Any, text: Sequence[int], media: Media) -> tuple[Laye
     return {place: (layer.keys[0], layer.values[0]) for place, layer in layers if layer.is_initialized}, shift
 
 
-# ---- processors ----
-
 TokensAndMedia = tuple[tuple[int, ...], Media | None]
 """Token ids, and the media for their placeholder tokens (None: no media)."""
 

@@ -131,8 +131,6 @@ class StateSpace:
 
 Recurrence = GatedDeltaRule | StateSpace  # the inputs of one layer's recurrence in a pass
 
-# ---- recording --------------------------------------------------------------------------------------------------
-
 
 class _Recorders(threading.local):
     """The recurrences of the pass that a thread runs, in their order; None while the thread records nothing."""

@@ -63,9 +63,6 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
     return chat
 
 
-# ---- items -----------------------------------------------------------------------------------------------------------
-
-
 def _messages(items: Sequence[Kept]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for item in items:
