@@ -273,7 +273,7 @@ def test_what_is_no_grammar(engine: slipstream.Engine, case: str) -> None:
 
 @pytest.mark.parametrize("option", [{"ignore_eos": True}, {"min_new_tokens": 3}])
 def test_a_grammar_alone_says_where_a_text_ends(engine: slipstream.Engine, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a grammar says where texts may end"):
+    with pytest.raises(ValueError, match="a grammar says where a text may end"):
         engine.generate("x", grammar=engine.grammars.choice(["a"]), **option)
 
 

@@ -20,6 +20,7 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     SuppressTokensLogitsProcessor,
+    TopPLogitsWarper,
 )
 
 from slipstream.core import draws as sampling
@@ -140,6 +141,17 @@ def test_laws_are_those_of_transformers(
                 assert int(law.tokens[r, j]) == int(scores.argmax())
             else:
                 torch.testing.assert_close(law.dense[r, j], scores.softmax(-1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1, 30])
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.95, 0.9999])
+def test_a_nucleus_is_that_of_transformers(top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, drafted = texts_like(0, 2, 1)
+    logits = spread * torch.randn(2, 2, 5000, generator=torch.Generator().manual_seed(0))
+    expected = TopPLogitsWarper(top_p)(drafted, logits.flatten(0, 1)).softmax(-1)
+    monkeypatch.setattr(TopPLogitsWarper, "__call__", None)  # it is not asked, since it sorts the whole vocabulary
+    law = Sampling(temperature=1.0, top_p=top_p).law(logits, texts, Prefixes.chain(drafted, 2), "toy")
+    torch.testing.assert_close(law.dense.flatten(0, 1), expected, rtol=0, atol=1e-6)
 
 
 MANY: dict[str, Any] = {"temperature": 0.7, "top_k": 8, "top_p": 0.9, "repetition_penalty": 1.4, "min_new_tokens": 5}

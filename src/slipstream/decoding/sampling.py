@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -219,7 +220,8 @@ class Sampling(SamplingFields):
         for stage, processor in enumerate(chains[0]):
             if type(processor) in PREFIX_FREE:
                 flat = scores.flatten(0, 1)
-                scores = processor(texts.drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
+                cut = partial(nucleus, processor) if type(processor) is hf.TopPLogitsWarper else processor
+                scores = cut(texts.drafted.new_empty(flat.shape[0], 0), flat).view_as(scores)
                 continue
             prefixes = prefixes or [texts.of_row(row, r) for r, row in enumerate(rows)]
             given = list(scores)
@@ -278,6 +280,24 @@ class Sampling(SamplingFields):
 
     def _arbitrary(self, logits: Tensor) -> Law:
         return self._law(torch.zeros_like(logits)[None])[0]
+
+
+def nucleus(warper: hf.TopPLogitsWarper, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Cut laws (rows, vocab) as transformers' warper does, which takes as long on a CPU as a small model's pass.
+    It sorts the whole vocabulary; but tokens rarer than (1 - top_p) / vocab go in any order, being less than 1 - top_p.
+    """
+    laws, cut, out = scores.softmax(-1), torch.full_like(scores, warper.filter_value), 1 - warper.top_p
+    likely = laws > out / scores.shape[-1]
+    if scores.device.type != "cpu" or int(likely.sum(-1).min()) < warper.min_tokens_to_keep:  # or there is no law
+        return cast("Tensor", warper(input_ids, scores))
+    for own, law, some, kept in zip(scores, laws, likely, cut, strict=True):
+        places = some.nonzero()[:, 0]
+        places = places[own[places].argsort(stable=True)]
+        total = law[places].cumsum(0, dtype=torch.float64)
+        stays = (total + (law.sum(dtype=torch.float64) - total[-1])).to(law.dtype) > out
+        stays[-warper.min_tokens_to_keep :] = True
+        kept[places[stays]] = own[places[stays]]
+    return cut
 
 
 def law_of_scores(scores: Tensor, greedy: bool) -> tuple[Law, Tensor]:

@@ -37,7 +37,6 @@ class Phrases:
 
     @property
     def facts(self) -> str:
-        """What the table holds, in words."""
         return f"{len(self._next)} contexts of up to {ORDER} tokens"
 
     def after(self, text: Sequence[int]) -> tuple[int, float]:
