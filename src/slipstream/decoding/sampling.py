@@ -283,21 +283,22 @@ class Sampling(SamplingFields):
 
 
 def nucleus(warper: hf.TopPLogitsWarper, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Cut laws (rows, vocab) as transformers' warper does, which takes as long on a CPU as a small model's pass.
-    It sorts the whole vocabulary; but tokens rarer than (1 - top_p) / vocab go in any order, being less than 1 - top_p.
-    """
+    """Cut laws (rows, vocab) as transformers' warper does, which sorts them for as long as a small pass.
+    Tokens rarer than (1 - top_p) / vocab weigh less than 1 - top_p together, so that they go in any order."""
     laws, out, least = scores.softmax(-1), 1 - warper.top_p, warper.min_tokens_to_keep
     likely = laws > out / scores.shape[-1]
     if scores.device.type != "cpu" or int((counts := likely.sum(-1)).min()) < least:  # or there is no law
         return cast("Tensor", warper(input_ids, scores))
+    rows, tokens = likely.nonzero(as_tuple=True)
     inside = torch.arange(int(counts.max())) < counts[:, None]  # where likely tokens stand, closed up to the left
-    order = scores.new_full(inside.shape, -math.inf).masked_scatter_(inside, scores[likely]).argsort(stable=True)
-    some = scores.new_zeros(inside.shape).masked_scatter_(inside, laws[likely])
+    order = scores.new_full(inside.shape, -math.inf).masked_scatter_(inside, scores[rows, tokens]).argsort(stable=True)
+    some = scores.new_zeros(inside.shape).masked_scatter_(inside, laws[rows, tokens])
     total = some.gather(1, order).cumsum(1, dtype=torch.float64)
     stays = (total + (laws.sum(-1, dtype=torch.float64) - total[:, -1])[:, None]).to(laws.dtype) > out
     stays[:, -least:] = True
     kept = torch.zeros_like(stays).scatter_(1, order, stays)[inside]
-    return scores.masked_fill(~likely.masked_scatter(likely, kept), warper.filter_value)
+    places = rows[kept], tokens[kept]
+    return torch.full_like(scores, warper.filter_value).index_put_(places, scores[places])
 
 
 def law_of_scores(scores: Tensor, greedy: bool) -> tuple[Law, Tensor]:

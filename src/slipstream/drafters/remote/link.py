@@ -277,7 +277,6 @@ class _Task:
             self._writer.transport.abort()
 
     def write(self, generation: int, data: bytes) -> None:
-        """Send data, unless it was meant for an earlier connection."""
         if self._writer is not None and generation == self.state.generation:
             self._writer.write(data)
 
