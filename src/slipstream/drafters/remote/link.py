@@ -199,7 +199,6 @@ class DraftConnection:
         return answer
 
     def tell(self, generation: int, frames: Sequence[Frame]) -> None:
-        """Send frames that get no answer."""
         if frames and generation == self.generation:
             self._send(generation, frames)
 
