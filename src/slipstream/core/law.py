@@ -111,8 +111,8 @@ class Law:
 
     def at(self, index: Tensor) -> Law:
         """Return the law at one position per row: `index` (rows,) -> a Law over (rows, 1)."""
-        rows = torch.arange(index.shape[0], device=self.device)
-        return self._map(lambda data: data[rows, index].unsqueeze(1))
+        places = torch.arange(self.rows, device=self.device) * self.positions + index
+        return self._map(lambda data: data.flatten(0, 1).index_select(0, places).unsqueeze(1))  # copies whole laws
 
     def bare(self) -> Law:
         return replace(self, scores=None)
