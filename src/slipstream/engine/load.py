@@ -6,6 +6,7 @@ import logging
 import signal
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,7 @@ def frame(model: Any, tokenizer: Any, task: Task) -> SourceFrame:
         known = getattr(model.config, "task_specific_params", None) or {}
         if task.name not in known:
             choice = f"it knows {', '.join(known)}" if known else "it knows none by name"
-            raise ValueError(
-                f"the model does not know the task {task.name!r}: {choice}. A text before each source has a colon in "
-                "it."
-            )
+            raise ValueError(f"the model does not know the task {task.name!r}: {choice}. A prefix has a colon in it.")
         prefix = known[task.name].get("prefix") or ""
     return SourceFrame(prefix, begin)
 
@@ -99,12 +97,10 @@ def _first(settings: Any, config: Any, *names: str) -> Any:
 
 def _language(tokenizer: Any, name: str) -> int:
     token = None
-    if hasattr(tokenizer, "src_lang"):
-        try:
+    with suppress(KeyError):
+        if hasattr(tokenizer, "src_lang"):
             own = getattr(tokenizer, "get_lang_id", None)
             token = own(name) if own else tokenizer.convert_tokens_to_ids(name)
-        except KeyError:
-            token = None
     if token is None or token == tokenizer.unk_token_id:
         raise ValueError(f"the tokenizer does not know the language {name!r}; its documentation lists how to write it.")
     return int(token)

@@ -105,7 +105,7 @@ def probe(scorer: Probed, kind: str) -> None:
     try:
         scorer.add(len(texts), sources)
         ours = _drafted_wrong(scorer, texts)
-        alone = [scorer.alone(text, source)[:, -2:] for text, source in zip(texts, sources, strict=True)]
+        alone = [scorer.alone(text, source)[:, [-2, -1] * 2] for text, source in zip(texts, sources, strict=True)]
     except Exception as error:
         reason = f"{type(error).__name__}: {first_sentence(error)}"
         raise ValueError(f"{scorer.name} ({kind}) does not run with our cache: {reason}") from error
@@ -119,8 +119,8 @@ def probe(scorer: Probed, kind: str) -> None:
 
 
 def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits (rows, 2, vocab) of the last two tokens of each text, after rolling back wrong drafts.
-    In the first row drafts are wrong from their first token on, in the others after it."""
+    """Return the logits (rows, 4, vocab) of the last two tokens of each text, fed in one pass and then in two, after
+    rolling back wrong drafts. In the first row drafts are wrong from their first token on, in the others after it."""
     wrong = scorer.vocab - 1
 
     def feed(rows: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
@@ -131,7 +131,9 @@ def _drafted_wrong(scorer: Scorer, texts: Sequence[Sequence[int]]) -> Tensor:
     scorer.rollback([len(text) - 2 for text in texts])
     feed([[wrong, wrong] for _ in texts], [2] * len(texts))
     scorer.rollback([len(text) - 2 for text in texts])
-    return feed([text[-2:] for text in texts], [2] * len(texts))
+    at_once = feed([text[-2:] for text in texts], [2] * len(texts))
+    scorer.rollback([len(text) - 2 for text in texts])
+    return torch.cat([at_once, *(feed([[text[at]] for text in texts], [1] * len(texts)) for at in (-2, -1))], 1)
 
 
 def trial_lengths(windows: set[int], context: int | None) -> list[int]:

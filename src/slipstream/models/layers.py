@@ -16,6 +16,8 @@ def part_of(target: HasModel, count: int) -> HasModel:
     impossible number, and if the model does not run without the other layers.
     """
     path, layers = find_layers(target.model, target.name)
+    if not target.shares_rows:
+        target.sharing_rows(target.model, target.name)  # it says why not
     if not 1 <= count < len(layers):
         raise ValueError(f"an exit after {count} layers is not possible: the target has {len(layers)}, leave some out.")
     config = copy.deepcopy(target.model.config.get_text_config())

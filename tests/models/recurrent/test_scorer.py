@@ -29,6 +29,7 @@ from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
 from slipstream.kernels.packing import PackedLinear, can_pack
 from slipstream.models.causal import CausalScorer
+from slipstream.models.layers import part_of
 from slipstream.models.loading.load import load_scorer
 from slipstream.models.recurrent import recurrences, rewinding
 from slipstream.models.recurrent import scorer as recurrent
@@ -105,6 +106,11 @@ def test_forked_rows_go_on_by_themselves(family: str) -> None:
 def test_the_trial_finds_who_has_to_be_fed_token_by_token(family: str) -> None:
     assert scorer(family).way.width == (None if family in SEVERAL else 1)
     assert str(scorer(family).way) == ("state, one pass" if family in SEVERAL else "state, token by token")
+
+
+def test_the_trial_finds_rows_that_cannot_share_a_pass() -> None:
+    found = StateScorer(tiny_model(transformers.RwkvForCausalLM, tiny_config(transformers.RwkvConfig)))
+    assert not found.way.together and contract(found) < LOOSE
 
 
 def test_control_several_tokens_at_a_time_are_wrong_for_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,18 +330,15 @@ def test_loops_that_see_other_keys_within_a_pass_are_refused(mode: str, refused:
             make(looped)
 
 
-def test_trees_are_refused_in_one_sentence() -> None:
+def test_trees_and_what_needs_keys_and_values_are_refused_in_one_sentence() -> None:
     target = fresh(scorer("qwen3_5"))
     drafter = TreeDrafter(CausalScorer(tiny(FAMILIES["llama"])), (2, 1))
     with pytest.raises(ValueError, match=r"^qwen3_5 keeps a state, .* draft chains, not trees\.$"):
         generate(Decoder(target, drafter, controller=Fixed(2)), [request(text(1, 5), 6, GREEDY)])
     with pytest.raises(ValueError, match="chains"):
         fresh(target).extend(torch.tensor([[3, 4]]), [2], tree=Tree.of((-1, -1), 2))
-
-
-def test_what_needs_keys_and_values_is_refused() -> None:
     with pytest.raises(ValueError, match="keeps a state, which its own layers cannot draft on"):
-        scorer("qwen3_5").sharing_rows(None, "part")
+        part_of(scorer("mamba2"), 1)
     with pytest.raises(ValueError, match="keeps a state per row, which has no form in int8: leave kv_dtype out"):
         load_scorer(model("qwen3_5"), mode=Mode(kv_dtype="int8"))
 

@@ -39,11 +39,7 @@ def apart(state: Any, rows: int) -> list[Any]:
     """Split the state of a batch into one state per row, with tensors of their own if there are several rows."""
     if rows == 1:
         return [state]
-    return [_rebuilt([state], _of_row(row)) for row in range(rows)]
-
-
-def _of_row(row: int) -> Callable[[Sequence[Tensor]], Tensor]:
-    return lambda same: same[0][row : row + 1].clone()
+    return [copied(row_of(state, row)) for row in range(rows)]
 
 
 def _rebuilt(same: Sequence[Any], tensors: Callable[[Sequence[Tensor]], Tensor]) -> Any:
