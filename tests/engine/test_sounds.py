@@ -32,16 +32,17 @@ def engine(folder: Path) -> Engine:
     return slipstream.load(folder, "lookup", gamma=4)
 
 
-def flac(samples: np.ndarray) -> bytes:
+def flac(samples: np.ndarray, rate: int = RATE, form: str = "FLAC", bits: int = 16) -> bytes:
     file = io.BytesIO()
-    soundfile.write(file, samples, RATE, "PCM_16", format="FLAC")
+    soundfile.write(file, samples, rate, f"PCM_{bits}", format=form)
     return file.getvalue()
 
 
 def test_all_ways_to_pass_a_sound_are_one(engine: Engine, tmp_path: Path) -> None:
     samples = rounded(sound(1))
     content = wav(samples)
-    assert np.array_equal(read_sound(content, RATE), samples)
+    for same in (content, flac(samples, form="WAV", bits=24), flac(samples, form="WAV", bits=32)):
+        assert np.array_equal(read_sound(same, RATE), samples)
     file = tmp_path / "sound.wav"
     file.write_bytes(content)
     url = f"data:audio/wav;base64,{base64.b64encode(content).decode()}"
@@ -75,6 +76,7 @@ def test_what_cannot_be_heard_is_refused(engine: Engine) -> None:
         ({"text": TEXT, "audio": ["/there/is/none.wav"]}, "the sound cannot be read: No such file"),
         ({"text": TEXT, "audio": ["https://example.org/a.wav"]}, "the sound is a web address"),
         ({"text": TEXT, "audio": [b"no sound"]}, "holds no sound that can be read"),
+        ({"text": TEXT, "audio": [flac(sound(1, 5.0))[:-9000]]}, "the file is damaged after 0 s: "),
         ({"text": TEXT, "audio": [5]}, "the sound is of type int"),
         ({"text": TEXT, "audio": [np.zeros((2, 2))]}, "the sound is an array of shape"),
         ({"text": TEXT, "audio": 5}, "audio of prompt 0 is 5"),
@@ -105,14 +107,11 @@ def test_without_a_processor_texts_remain(engine: Engine, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rate", [RATE, 22_050, 8_000])
-@pytest.mark.parametrize("write", [wav, "flac"])
+@pytest.mark.parametrize("write", [wav, flac])
 def test_parts_of_a_sound_are_those_of_the_whole(rate: int, write: Any, tmp_path: Path) -> None:
     samples = rounded(sound(3, 3.3 * rate / RATE))  # of three seconds and a part at its rate
     file = tmp_path / "sound"
-    if write == "flac":
-        soundfile.write(file, samples, rate, "PCM_16", format="FLAC")
-    else:
-        file.write_bytes(write(samples, rate))
+    file.write_bytes(write(samples, rate))
     whole = read_sound(file, RATE)
     with opened(file, RATE) as found:
         parts = [found.part(start, start + 1) for start in range(4)]

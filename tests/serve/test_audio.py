@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import wave
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,11 +65,7 @@ def listening(folder: Path) -> Iterator[ServerProcess]:
 def sound(seconds: float, rate: int = RATE, channels: int = 1) -> bytes:
     samples = np.random.default_rng(0).normal(0, 3000, (int(seconds * rate), channels)).astype("<i2")
     file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setnchannels(channels)
-        out.setsampwidth(2)
-        out.setframerate(rate)
-        out.writeframes(samples.tobytes())
+    soundfile.write(file, samples, rate, "PCM_16", format="WAV")
     return file.getvalue()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.media import open_file
 
-WIDTHS = {1: "u1", 2: "<i2", 4: "<i4"}  # the numpy dtype of WAV samples, by their width in bytes
+WIDTHS = {1: "u1", 2: "<i2", 3: "<i4", 4: "<i4"}  # the numpy dtype of WAV samples, by their width in bytes
 MARGIN = 1  # the seconds on both sides of a part with which it is resampled, so that it is the same as if all were
 
 
@@ -89,13 +89,16 @@ def _wav(stream: BinaryIO, rate: int) -> Sound:
     file = wave.open(stream)  # noqa: SIM115 -- it is the stream that is closed
     width, channels, own = file.getsampwidth(), file.getnchannels(), file.getframerate()
     if width not in WIDTHS:
-        raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16 or 32.")
+        raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16, 24 or 32.")
 
     def read(first: int, stop: int) -> np.ndarray:
         file.setpos(first)
-        numbers = np.frombuffer(file.readframes(stop - first), np.dtype(WIDTHS[width]))
+        content = file.readframes(stop - first)
+        if width == 3:  # the upper bytes of 4
+            content = np.pad(np.frombuffer(content, "u1").reshape(-1, 3), ((0, 0), (1, 0))).tobytes()
+        numbers = np.frombuffer(content, np.dtype(WIDTHS[width]))
         samples = numbers.astype(np.float32) - (128 if width == 1 else 0)
-        return samples.reshape(-1, channels).mean(1) / float(1 << (8 * width - 1))
+        return samples.reshape(-1, channels).mean(1) / float(1 << (8 * numbers.itemsize - 1))
 
     begin, end = stream.tell(), stream.seek(0, io.SEEK_END)  # what writes to a pipe does not know the length
     return Sound(read, min(file.getnframes(), (end - begin) // (width * channels)), own, rate)
@@ -108,9 +111,12 @@ def _other(stream: BinaryIO, rate: int) -> Sound:
         raise ValueError("the file is no WAV; other formats need soundfile: pip install 'slipstream[audio]'.") from None
 
     def read(first: int, stop: int) -> np.ndarray:
-        if file.tell() != first:
-            file.seek(first)
-        samples: np.ndarray = file.read(stop - first, dtype="float32", always_2d=True).mean(1)
+        try:
+            if file.tell() != first:
+                file.seek(first)
+            samples: np.ndarray = file.read(stop - first, dtype="float32", always_2d=True).mean(1)
+        except soundfile.SoundFileError as error:
+            raise ValueError(f"the file is damaged after {first / file.samplerate:.0f} s: {error}") from None
         return samples
 
     try:
