@@ -81,6 +81,11 @@ def test_encoder_decoders_have_what_bart_sets() -> None:
     ids = torch.tensor([PROMPT])
     want = made.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH + 1)[0].tolist()
     assert [2, 6, *done.tokens] == want and done.tokens[-1] == END
+    made.generation_config.update(length_penalty=-2.0, early_stopping=True)
+    engine, how = slipstream.load(made), {"attention_mask": torch.ones_like(ids), "max_new_tokens": LENGTH + 1}
+    [done] = engine.generate([PROMPT], max_new_tokens=LENGTH, num_beams=3)
+    assert [2, 6, *done.tokens] == made.generate(ids, num_beams=3, **how)[0].tolist() != want
+    assert [2, 6, *engine.generate([PROMPT], max_new_tokens=LENGTH)[0].tokens] == want
 
 
 def test_settings_of_a_call_come_first() -> None:
@@ -95,7 +100,7 @@ def test_settings_of_a_call_come_first() -> None:
     assert engine.generate([PROMPT], max_new_tokens=9)[0].tokens != free[0].tokens
 
 
-def test_sampling_is_that_of_the_config() -> None:
+def test_sampling_is_that_of_the_config_if_it_asks_for_it() -> None:
     """The law of the first token is that of transformers' own processors: laws, not samples."""
     shape = {"temperature": 0.7, "top_k": 11, "top_p": 0.8, "min_p": 0.02, "epsilon_cutoff": 3e-3, "eta_cutoff": 3e-3}
     made = model({"do_sample": True, "repetition_penalty": 1.3, **shape})
@@ -113,9 +118,6 @@ def test_sampling_is_that_of_the_config() -> None:
     assert 0 < int((want > 0).sum()) < HF_VOCAB
     assert engine.prepare([tuple(PROMPT)], {"temperature": 0}).generations[0].request.sampler.greedy
     assert "temperature=0.7" in engine.notes[-1] and "top_p=0.8" in engine.notes[-1]
-
-
-def test_without_do_sample_texts_are_greedy() -> None:
     engine = slipstream.load(model({"top_p": 0.9, "temperature": 0.5}))
     assert engine.prepare([tuple(PROMPT)], {}).generations[0].request.sampler.greedy
     assert "temperature" not in engine.defaults.settings

@@ -19,8 +19,8 @@ SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
     "min_new_tokens",
 )
-OPTIONS = ("max_new_tokens", "max_time")
-"""The settings of a call that have transformers' names: of `Sampling`, and others."""
+OPTIONS, BEAMS = ("max_new_tokens", "max_time"), ("length_penalty", "early_stopping")
+"""The settings of a call that have transformers' names: of `Sampling`, others, and those of beam search alone."""
 
 PENALTIES = (
     *("sequence_bias", "bad_words_ids", "min_length", "forced_bos_token_id", "forced_eos_token_id"),
@@ -47,9 +47,9 @@ NOT_APPLIED = {  # what `generate` would honour and is not applied, and what to 
 
 OFF: dict[str, Any] = {  # the values that change nothing
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
-    **dict.fromkeys(("num_beams", "num_return_sequences"), 1),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "length_penalty"), 1),
     **dict.fromkeys(("top_k", "min_p", "no_repeat_ngram_size", "min_new_tokens", "min_length"), 0),
-    **dict.fromkeys(("remove_invalid_values", "token_healing"), False),
+    **dict.fromkeys(("remove_invalid_values", "token_healing", "early_stopping"), False),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "diversity_penalty", *CUTS), 0),
 }
 
@@ -85,7 +85,7 @@ class Defaults:
         else:
             given.pop("temperature", None)
         left = {name: why for name, why in NOT_APPLIED.items() if name in given}
-        settings = {name: given[name] for name in (*SETTINGS, *OPTIONS) if name in given}
+        settings = {name: given[name] for name in (*SETTINGS, *OPTIONS, *BEAMS) if name in given}
         for name in [name for name in SETTINGS if name in settings]:
             try:
                 Sampling(**{name: settings[name]})
@@ -102,8 +102,8 @@ class Defaults:
         own = {name: value for name, value in self.settings.items() if aliases.get(name) not in given}
         if "grammar" in given:
             own.pop("min_new_tokens", None)
-        if given.get("num_beams", 1) != 1:
-            own.pop("max_time", None)
+        for name in BEAMS if given.get("num_beams", 1) == 1 else ("max_time",):
+            own.pop(name, None)
         most = given.get("max_new_tokens", given.get("max_tokens", own.get("max_new_tokens")))
         if "min_new_tokens" in own and is_whole(most):
             own["min_new_tokens"] = min(own["min_new_tokens"], most)
