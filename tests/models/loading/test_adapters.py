@@ -132,11 +132,13 @@ def test_several_adapters_are_refused_or_one_is_named(tmp_path: Path) -> None:
         assert equal(load_model(tmp_path / "two" / "other"), load_model(tmp_path / "base"))  # it is new
 
 
-def test_tokens_that_were_added_for_an_adapter_come_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{"modules_to_save": ["embed_tokens", "lm_head"]}, {"trainable_token_indices": [9]}])
+def test_tokens_that_were_added_for_an_adapter_come_with_it(how: dict[str, Any], tmp_path: Path) -> None:
     base = tiny(FAMILIES["llama"])
     base.resize_token_embeddings(base.config.vocab_size + 3, mean_resizing=False)
-    model = adapted(base, tmp_path, **ATTENTION, modules_to_save=["embed_tokens", "lm_head"])
+    model = adapted(base, tmp_path, **ATTENTION, **how)
     tiny(FAMILIES["llama"]).save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")  # peft sees now which tokens are new
     assert equal(load_model(tmp_path / "adapter"), merged(model))
     tiny(FAMILIES["llama"], hidden_size=64).save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="other shapes than its base"):

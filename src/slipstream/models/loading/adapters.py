@@ -82,14 +82,16 @@ def with_adapter(model: PreTrainedModel, adapter: str | Path) -> PreTrainedModel
             embeddings = model.get_input_embeddings()
             name = next(name for name, module in model.named_modules() if module is embeddings)
             weights = load_peft_weights(place, device="cpu")
-            for part in ("weight", "base_layer.weight"):
+            for part in ("weight", "base_layer.weight", "token_adapter.base_layer.weight"):
                 saved = weights.get(f"base_model.model.{name}.{part}")
                 if saved is not None and len(saved) != len(embeddings.weight):
                     model.resize_token_embeddings(len(saved), mean_resizing=False)
             wrapped = PeftModel(model, PeftConfig.from_pretrained(place, inference_mode=True))
             names = getattr(model, "_checkpoint_conversion_mapping", {})
             report = wrapped.load_adapter(place, "default", key_mapping=names)
-            if strange := [*report.missing_keys, *report.unexpected_keys]:
+            # Of modules to save that hold new tokens peft stores every weight twice.
+            twice = {each.replace(".weight", ".modules_to_save.weight") for each in weights}
+            if strange := [*report.missing_keys, *(each for each in report.unexpected_keys if each not in twice)]:
                 raise ValueError(f"it is for another model: {len(strange)} of its tensors do not fit ({strange[0]})")
             done: Any = wrapped.merge_and_unload()
         except Exception as error:  # of any type, depending on the files
