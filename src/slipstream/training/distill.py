@@ -41,9 +41,6 @@ WARM_UP, DECAY = 0.02, 0.40  # the shares of the budget in which the learning ra
 MUON = 5.0  # the ratio of the learning rate of matrices to that of all other weights
 
 
-# ---- measuring a draft -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DraftCosts:
     """The costs of a round in target steps: `c` of a drafting step, `verify[n]` of a target pass over n + 1 tokens."""
@@ -134,9 +131,6 @@ class WhilePaying:
 
     def saves(self, progress: Progress) -> int:
         return self.steps.saves(progress)
-
-
-# ---- the training ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -224,9 +224,6 @@ class ResponseMemory:
         return loaded
 
 
-# ---- files without an embedder ---------------------------------------------------------------------------------------
-
-
 def read_totals(path: str | os.PathLike[str]) -> list[Totals]:
     """Return the sizes of a file's namespaces, without an embedder. Raises ValueError if it is not a memory."""
     try:
@@ -257,9 +254,6 @@ def forget(path: str | os.PathLike[str], namespace: str) -> None:
         raise OSError(f"cannot use the memory {path}: {error}.") from error
     finally:
         connection.close()
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def _close(connection: sqlite3.Connection, process: int) -> None:
