@@ -244,11 +244,7 @@ STRANGERS: dict[str, bytes] = {
     "list": b'["slipstream plan"]',
     "other tensors": b"\x08\0\0\0\0\0\0\0{}      ",
 }
-KINDS: dict[str, Recognisable] = {
-    "tensors": KIND,
-    "plan": plan_file.KIND,
-    "picture": TextFileKind("picture", "<svg"),
-}
+KINDS: dict[str, Recognisable] = {"tensors": KIND, "plan": plan_file.KIND, "picture": TextFileKind("picture", "<svg")}
 
 
 @pytest.mark.parametrize("kind", KINDS)

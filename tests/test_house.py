@@ -304,10 +304,7 @@ def test_third_party_checker_lets_pass() -> None:
     assert third_party_faults("reproduction.standins.build", good) == []
 
 
-DISTRIBUTIONS = {
-    "prometheus_client": "prometheus-client",
-    "PIL": "pillow",
-}
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "PIL": "pillow"}
 """Where a package is published under another name than it is imported by."""
 
 

@@ -159,5 +159,5 @@ def test_presets_have_the_cost_they_name() -> None:
         config = AutoConfig.from_pretrained(EMBEDDED / source)
         config, _ = cost_padded.enlarged_config(config, cost_padded.PRESETS[name])
         with torch.device("meta"):
-            large = LlamaForCausalLM(config)
+            large = LlamaForCausalLM(cost_padded.enlarged_config(own, cost_padded.PRESETS[name])[0])
         assert large.num_parameters() == pytest.approx(parameters, rel=0.01)

@@ -42,7 +42,7 @@ from slipstream.execution import graphs
 from slipstream.execution.draft_graphs import DraftGraphs
 from slipstream.execution.graphs import GRAPHS
 from slipstream.models.causal import CausalScorer
-from toys import FAMILIES, HF_VOCAB, PAIRS, VOCAB, dirichlet_table, scorer, tiny
+from toys import FAMILIES, HF_VOCAB, PAIRS, VOCAB, dirichlet_table, rare, scorer, tiny
 from toys.kernels import needs_kernel
 from toys.tables import Table, TableScorer
 
@@ -76,9 +76,7 @@ def failed(report: CheckReport) -> set[str]:
 # ---- what is exact passes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rule", [TOKEN, BLOCK, pytest.param(MATCH, marks=pytest.mark.slow), COUPLED], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK, *rare(MATCH), COUPLED], ids=lambda each: each.name)
 def test_exact_rules_pass_greedy_and_sampled(rule: Rule) -> None:
     report = check(engine(), PROMPTS, verify=rule, **FEW)
     assert report.verdict == "pass", report.text()
@@ -356,9 +354,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_kernel
-@pytest.mark.parametrize(
-    "draft", ["int4?draft_vocab={}", pytest.param("int8?draft_vocab=20:{}", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("draft", ["int4?draft_vocab={}", *rare("int8?draft_vocab=20:{}")])
 def test_a_cut_copy_of_the_target_passes(draft: str, counts: Path) -> None:
     """The control: its law of all tokens, reported for tokens that were drawn from a part of it."""
     target = tiny(FAMILIES["llama"], initializer_range=0.3)

@@ -17,6 +17,7 @@ from slipstream.cli.generate import Answers
 from slipstream.engine.engine import Engine, Interrupted
 from slipstream.engine.generation import Completion
 from terminal import run
+from toys import rare
 
 
 def read(text: str) -> dict[int, dict[str, Any]]:
@@ -39,9 +40,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Engine.generate
     monkeypatch.setattr(Engine, "generate", lambda self, *args, **more: real(self, *args, processors=[stuck], **more))
     stream = Engine.stream_batch
-    monkeypatch.setattr(
-        Engine, "stream_batch", lambda self, *args, **options: stream(self, *args, processors=[stuck], **options)
-    )
+    stuck_stream = lambda self, *args, **more: stream(self, *args, processors=[stuck], **more)  # noqa: E731
+    monkeypatch.setattr(Engine, "stream_batch", stuck_stream)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -60,15 +60,7 @@ def test_an_interruption_waits_for_the_end_of_a_line() -> None:
 
 
 @pytest.mark.usefixtures("failing")
-@pytest.mark.parametrize(
-    "mode",
-    [
-        [],
-        pytest.param(["--stream"], marks=pytest.mark.slow),
-        pytest.param(["--explain"], marks=pytest.mark.slow),
-        ["--json"],
-    ],
-)
+@pytest.mark.parametrize("mode", [[], *rare(["--stream"], ["--explain"]), ["--json"]])
 def test_a_prompt_that_fails_takes_no_other_with_it(mode: list[str]) -> None:
     result = run("generate", "x =", "class A", "import", "--max-new-tokens", "6", *mode)
     assert result.exit_code == 2 and result.stderr.count("ValueError: stuck") == 1

@@ -358,12 +358,8 @@ def test_what_cannot_be_searched_is_refused_in_a_sentence() -> None:
             beam_search(wrong, requests(Beams(2), prompts=[[3]]))
     with pytest.raises(ValueError, match="cannot draft for beam search"):
         beam_search(Decoder(target, DFlashDrafter.__new__(DFlashDrafter)), requests(Beams(2)))
-    for settings in (
-        {"num_beams": 1},
-        {"length_penalty": float("nan")},
-        {"early_stopping": "soon"},
-        {"length_penalty": 60},
-    ):
+    bad = ({"num_beams": 1}, {"length_penalty": float("nan")}, {"early_stopping": "soon"}, {"length_penalty": 60})
+    for settings in bad:
         with pytest.raises(ValueError, match="is not possible"):
             Beams(**settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="above num_beams"):

@@ -28,7 +28,7 @@ from slipstream.models.causal import CausalScorer
 from toys.enumeration import EXACT, WRONG, enumerate_outcomes, total_variation
 from toys.families import FAMILIES, tiny
 from toys.tables import PAIRS, TableScorer, dirichlet_table, plain_law, scorer
-from toys.texts import GREEDY, SAMPLE, request
+from toys.texts import GREEDY, SAMPLE, rare, request
 
 TARGET, DRAFT = PAIRS["generic"]
 LENIENT = lenient(0.5)
@@ -105,9 +105,7 @@ def test_trees_serve_greedy_beside_sampled_rows() -> None:
     assert sum(row.stats.accepted for row in rows if row.request.sampler.greedy) > 0
 
 
-@pytest.mark.parametrize(
-    "rule", [TOKEN, BLOCK, *(pytest.param(each, marks=pytest.mark.slow) for each in (MATCH, COUPLED))]
-)
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK, *rare(MATCH, COUPLED)])
 def test_the_law_of_a_sampled_row_beside_a_greedy_one_is_the_target_s(rule: Rule) -> None:
     greedy, sampled = request([0, 1], 3, GREEDY, key=1), request([0, 2], 2, key=2, rule=rule)
 

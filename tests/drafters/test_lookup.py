@@ -256,12 +256,7 @@ def test_the_law_of_sample_and_match_is_the_target_s(pair: str, gammas: tuple[in
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_matching_ngram_size": 1},
-        pytest.param({"factor": 3}, marks=pytest.mark.slow),
-        {"min_matching_ngram_size": 2},
-    ],
+    "settings", [{"max_matching_ngram_size": 1}, *rare({"factor": 3}), {"min_matching_ngram_size": 2}]
 )
 def test_the_law_is_exact_under_other_settings(settings: dict[str, Any]) -> None:
     assert law_distance(TARGET, lambda: Lookup(**settings), rules.TOKEN, (3,), PROMPT, 4) < EXACT

@@ -245,9 +245,7 @@ def _show_figures(figures: Figures, curved: bool, step: float | None, screen: Co
     if figures.delay is not None and figures.longest_delay is not None and step is not None:
         screen.print(about_distance(figures.delay * step, figures.longest_delay * step))
     elif figures.best.gamma and not curved:
-        rest = (
-            f"At least {figures.guaranteed:.2f} (Corollary 3.9); drafting just what will be kept: {figures.oracle:.2f}."
-        )
+        rest = f"At least {figures.guaranteed:.2f} (Corollary 3.9); drafting just what is kept: {figures.oracle:.2f}."
         screen.print(f"{rest}\nA pass over gamma + 1 tokens is taken to cost one step; give --curve if it does not.")
 
 

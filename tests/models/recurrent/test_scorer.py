@@ -145,9 +145,7 @@ def _forgetting(layer: int) -> Callable[[Rewind, int, int], Any]:
     return state_after
 
 
-@pytest.mark.parametrize(
-    "family", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5", "mamba2")), "lfm2"]
-)
+@pytest.mark.parametrize("family", [*rare("qwen3_5", "mamba2"), "lfm2"])
 def test_control_a_layer_whose_state_is_not_restored_is_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = scorer(family)  # made before, since its trial would find another way
     monkeypatch.setattr(Rewind, "state_after", _forgetting(0))

@@ -32,9 +32,7 @@ class Scale:
         try:
             return Scale(int(least), int(most if dots else least), cpus, gpus)
         except ValueError:
-            raise ValueError(
-                f"replicas={replicas!r} is not possible: write 4, or 1..4 for as many as it takes."
-            ) from None
+            raise ValueError(f"replicas={replicas!r} is not possible: write 4, or 1..4 as needed.") from None
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
