@@ -177,6 +177,10 @@ def test_files_that_are_there_stay_unless_they_may_go(tmp_path: Path) -> None:
     assert out.read_text() == '{"index": 0}\n'
     assert run("batch", file, "--out", str(out), "--force").exit_code == 0
     assert answers(out)[0]["id"] == "p0"
+    for name in ("prompts.parquet", "thesis.txt"):  # which --force never replaces
+        (other := tmp_path / name).write_text('{"prompt": "x"}\n')
+        assert "is no file of answers" in run("batch", file, "--out", str(other), "--force").stderr
+        assert other.read_text() == '{"prompt": "x"}\n'
 
 
 @pytest.mark.slow

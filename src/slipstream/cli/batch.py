@@ -70,7 +70,7 @@ def batch(context: typer.Context, file: File) -> None:
     Example: slipstream batch prompts.jsonl --out answers.jsonl --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
     """
     from slipstream.models.loading.origin import source_name
-    from slipstream.serve.batch.journal import ENDING, MARK, Journal, Printed
+    from slipstream.serve.batch.journal import ENDING, MARK, AnswersFile, Journal, Printed
     from slipstream.serve.batch.lines import read_lines
     from slipstream.serve.settings import Limits, ServeSettings
 
@@ -84,7 +84,9 @@ def batch(context: typer.Context, file: File) -> None:
         raise ValueError(f"{out}: Parquet needs pyarrow: pip install 'slipstream[parquet]'.")
     if out != "-":
         inputs = [] if file == "-" else [file]
-        check_writable(out, TextFileKind("file of answers", '"'), force, inputs)
+        check_writable(out, AnswersFile(), True, inputs)
+        if Path(out).is_file() and Path(out).stat().st_size and not AnswersFile().recognises(Path(out)):
+            raise ValueError(f"cannot write {out}: it exists and is no file of answers; name another file.")
         kept = TextFileKind("journal of a batch", MARK)
         check_writable(f"{out}{ENDING}", kept, True, inputs)  # replaced only if it is one
     given = read_lines(file, params["chat"])

@@ -13,7 +13,25 @@ from slipstream.serve.batch.lines import BatchLine, ServerReply
 from slipstream.text.jsontext import json_text
 
 MARK, VERSION = "slipstream_batch", 1  # field that marks the first line of a journal, and its value
+ANSWERED = frozenset({"index", "response"})  # a field of our answers, and one of OpenAI's
 ENDING = ".partial"  # ending that the journal's name has after the name of the file of answers
+
+
+class AnswersFile:
+    """The kind of file that a `Journal` makes: JSON lines or a table, with the fields of answers."""
+
+    what = "file of answers"
+
+    def recognises(self, path: Path) -> bool:
+        try:
+            if path.suffix == ".parquet":
+                from pyarrow.parquet import read_schema
+
+                return not ANSWERED.isdisjoint(read_schema(path).names)
+            with path.open("rb") as file:
+                return not ANSWERED.isdisjoint(json.loads(file.readline()))
+        except (ValueError, TypeError, RecursionError):  # those of pyarrow are ValueErrors too
+            return False
 
 
 class Printed:
@@ -61,9 +79,7 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(
-                f"{self.path} is being written by another run: wait for it, or name another file."
-            ) from None
+            raise ValueError(f"{self.path} is being written by another run: wait, or name another file.") from None
         self._check_header(anew)
         if anew:
             self._file.truncate(0)
