@@ -44,7 +44,7 @@ demo: $(STAMPS)/smollm2 ## Watch an answer being drafted and verified, then meas
 		$(BIN)/slipstream bench --quick; \
 	fi
 
-serve: $(STAMPS)/serve ## Serve the embedded pair behind OpenAI's interface, with a page at http://127.0.0.1:8000
+serve: $(STAMPS)/serve ## Serve SmolLM2 if it is installed, else the embedded pair, behind OpenAI's interface, with a page at http://127.0.0.1:8000
 	@$(BIN)/slipstream serve
 
 test: $(STAMPS)/test ## Run every gate: ruff, format, mypy, pytest (the same in CI)

@@ -34,7 +34,9 @@ class ModelOptions:
     """A target, a draft, and how they are loaded; `from_pretrained` are further arguments of transformers."""
 
     target: Any = model_option(
-        *(None, "pair", "Hub name, folder, .gguf file, or smollm2 (or --model). Without: the embedded pair.", "MODEL")
+        *(None, "pair"),
+        "Hub name, folder, .gguf file, or smollm2 (or --model). Without: the embedded pair (chat, serve: smollm2).",
+        "MODEL",
     )
     draft: Any = model_option(
         *(
