@@ -156,8 +156,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_presets_have_the_cost_they_name() -> None:
     for name, parameters in {"target-134m": 134.2e6, "draft-24m": 24.4e6, "target-1b": 1.14e9}.items():
         source = "draft" if name.startswith("draft") else "target"
-        config = AutoConfig.from_pretrained(EMBEDDED / source)
-        config, _ = cost_padded.enlarged_config(config, cost_padded.PRESETS[name])
+        own = AutoConfig.from_pretrained(EMBEDDED / source)
         with torch.device("meta"):
             large = LlamaForCausalLM(cost_padded.enlarged_config(own, cost_padded.PRESETS[name])[0])
         assert large.num_parameters() == pytest.approx(parameters, rel=0.01)

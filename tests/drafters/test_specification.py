@@ -96,6 +96,7 @@ def test_wrong_chains_are_one_sentence(text: str, says: str) -> None:
         ("lookup?min_matching_ngram_size=0", "min_matching_ngram_size=0 is not possible"),
         ("datastore:x?own=maybe", "own='maybe' is not possible: write true or false"),
         ("./nowhere", "no such folder"),
+        ("gbv:3", "there is no such folder, and the hub has no such names"),
         ("embedded?quantize=int3", "quantize='int3' is not possible: write int8, int4, or"),
         ("embedded?quantize=int4?group=7", "int4.group=7' is not possible: write int8, int4, or"),
         ("embedded?quantize=int4&group=64", "'embedded' has no option 'group'"),

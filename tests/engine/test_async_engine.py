@@ -121,5 +121,8 @@ def test_what_cannot_be_is_said(engine: slipstream.Engine) -> None:
             await anext(running.stream("x", n=2))
 
     served(engine, work, max_queue=2)
-    with pytest.raises(Unavailable, match="not ready"):
+    with pytest.raises(Unavailable, match="enter it, as `async with"):
         asyncio.run(slipstream.AsyncEngine(engine).generate("x"))
+    for given, fault in (((3,), "no int"), ((engine, 0), "max_queue=0"), ((engine, 1, "5M"), "cache_bytes='5M'")):
+        with pytest.raises(ValueError, match=fault):
+            slipstream.AsyncEngine(given[0], **dict(zip(("max_queue", "cache_bytes"), given[1:], strict=False)))

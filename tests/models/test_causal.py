@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
+import slipstream
 from reference import TOLERANCE, Reference, contract, drafts_change_nothing, families, rounding, text
 from slipstream.cache.rows import RowCache
 from slipstream.core.draft import Tree
@@ -409,6 +410,16 @@ def test_other_things_are_no_models(source: Any) -> None:
     for load in (load_model, *[find_tokenizer] * bool(source)):
         with pytest.raises(ValueError, match=f"not of type {type(source).__name__}"):
             load(source)
+
+
+def test_loaded_models_that_cannot_run_as_they_are_say_what_to_load() -> None:
+    inside, forward, whole, empty = (tiny(FAMILIES["llama"]) for _ in range(4))
+    inside.compile(backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")
+    compiled = [(each, "compiled by torch.compile") for each in (inside, forward, torch.compile(whole))]
+    for model, fault in (*compiled, (whole.model, "with its head"), (empty.to("meta"), "on the device meta")):
+        with pytest.raises(ValueError, match=fault):
+            slipstream.load(model)
 
 
 def test_devices_on_which_nothing_is_computed_are_refused() -> None:

@@ -106,7 +106,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].content",
         "string; or: Input should be a valid list.",
     ),
-    ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "give text or parts."),
+    ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "give a text, or parts."),
     (content({"type": "text", "text": 5}), f"{PART}.text", "valid string."),
     (content({"type": "text"}), f"{PART}.text", "Field required."),
     (content({"type": "text", "text": "x", "txt": 1}), f"{PART}.txt", "did you mean text?"),

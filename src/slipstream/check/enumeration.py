@@ -43,9 +43,6 @@ PATHS = DraftShape(wide=24, shallow=(-1, -1), deep=TREE_CELLS, bushy=(-1, -1, 0,
 """The form of two paths of two tokens; its wide drafts are as many as cells squared."""
 
 
-# ---- processes made of pairs of laws ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pair:
     """The laws p and q of a position (cells,), float64, and p after the drafted token. `copied`: q is one-hot."""
@@ -180,9 +177,6 @@ def _collect(sums: list[Tensor], verdict: Verdict, draft: Draft, owners: Tensor,
         total.view(-1, cells).index_add_(0, prefix, weights[rows, None] * following[rows].double())
 
 
-# ---- every outcome of the draws --------------------------------------------------------------------------------------
-
-
 class TooMany(Exception):
     """Raised if a draw has too many outcomes to enumerate."""
 
@@ -225,9 +219,6 @@ def outcomes(run: Callable[[Replay], Verdict]) -> Iterator[tuple[Verdict, Tensor
         verdict = run(replay)
         yield verdict, replay.chance
         choices = replay.following()
-
-
-# ---- distances -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

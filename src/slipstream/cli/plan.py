@@ -207,9 +207,6 @@ def _show_plan(made: Plan, as_json: bool) -> None:
         print(f"{target}: {what}\n{how}; measured {date}")
 
 
-# ---- figures alone ---------------------------------------------------------------------------------------------------
-
-
 def from_figures(params: dict[str, Any]) -> None:
     """Print the predictions from the figures among a command's parameters. Raises ValueError if some are missing."""
     alpha, cost, curve = params["alpha"], params["cost"], params["curve"]
@@ -258,8 +255,6 @@ def about_distance(delay: float, longest: float) -> str:
         return f"{where}, which does not pay: it would up to {longest:.3g} ms."
     return f"{where}; up to {longest:.3g} ms it pays."
 
-
-# ---- measured plans ---------------------------------------------------------------------------------------------
 
 LEGEND = (
     "iid, per call: tokens per target call, by Equation 1 with one alpha and from what was measured by position; "

@@ -77,8 +77,6 @@ class Rng(Protocol):
         """Return the `Rng` of the rows at these places in the batch."""
 
 
-# ---- numbers ----------------------------------------------------------------------------------------------------
-
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # the golden ratio, splitmix64's increment
 
@@ -110,9 +108,6 @@ def uniforms(key: Key, positions: int) -> list[list[float]]:
         counts = range(start + 1, start + positions + 1)
         numbers.append([(_mix((stream + count * _STEP) & _MASK) >> 11) * 2.0**-53 for count in counts])
     return numbers
-
-
-# ---- draws ------------------------------------------------------------------------------------------------------
 
 
 class SameForAllRows:

@@ -86,10 +86,10 @@ def build_model(
     **loading: Any,
 ) -> Drafter:
     """Build the drafter for a draft model: a hub name, a folder or a loaded model."""
-    tokenizer, kept = find_tokenizer(source, adapter=loading.get("adapter")), context.kept_tokens(draft_vocab)
     dtype, device = loading.pop("dtype", None) or context.dtype, loading.pop("device", None) or context.device
     mode = replace(context.mode, precision=loading.pop("quantize", None))
-    scorer = load_scorer(source, dtype, device, mode, kept, **loading)
+    scorer = load_scorer(source, dtype, device, mode, context.kept_tokens(draft_vocab), **loading)
+    tokenizer = find_tokenizer(source, adapter=loading.get("adapter"))
     target, name, form = context.target, scorer.name, scorer.source_form
     if form is not None and (ours := target.source_form) is None:
         raise ValueError(f"{name} is an encoder-decoder, but {target.name} reads no source that it could share.")

@@ -173,9 +173,6 @@ class NgramModel:
         return model
 
 
-# ---- counting and smoothing -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Grams:
     """The different n-grams of one order: `keys` (sorted) are context * vocab + token, `counts` Kneser-Ney's."""
@@ -252,9 +249,6 @@ def discounts(counts: Array) -> tuple[float, ...]:
     y = numbers[1] / (numbers[1] + 2 * numbers[2])
     estimates = tuple(float(k - (k + 1) * y * numbers[k + 1] / numbers[k]) for k in (1, 2, 3))
     return estimates if all(0 <= lost <= k for k, lost in enumerate(estimates, 1)) else FALLBACK
-
-
-# ---- drafting ---------------------------------------------------------------------------------------------------
 
 
 class Ngram(Drafter):

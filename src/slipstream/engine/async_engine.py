@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Self
 
+from slipstream.core.values import whole_number
 from slipstream.engine.beams import BeamTexts
 from slipstream.engine.engine import Engine, check_single
 from slipstream.engine.generation import Completion, Piece
@@ -27,6 +28,9 @@ class AsyncEngine:
     def __init__(
         self, engine: Engine, *, max_queue: int = 1024, cache_bytes: int = 512 << 20, memory: int | None = None
     ) -> None:
+        if not isinstance(engine, Engine):
+            raise ValueError(f"an AsyncEngine runs an Engine, as slipstream.load makes it, no {type(engine).__name__}.")
+        whole_number("max_queue", max_queue, 1), whole_number("cache_bytes", cache_bytes, 0)
         self.engine = engine
         self._worker = Worker(engine, Capacity(engine.decoder.batch_size, cache_bytes, memory), max_queue)
 
@@ -47,7 +51,7 @@ class AsyncEngine:
     async def generate(
         self, prompts: Prompt | Iterable[Prompt] | Mapping[str, Any], **options: Any
     ) -> list[Completion]:
-        """Continue every prompt -> completions in order; prompts, options and errors as of `Engine.generate`."""
+        """Continue every prompt -> completions in order; see `Engine.generate` for all but its callbacks."""
         read = read_prompts(prompts)
         if options.get("num_beams") is not None:
             job = await asyncio.to_thread(self.engine.prepare, read, options)

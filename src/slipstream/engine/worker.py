@@ -148,8 +148,6 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-worker", daemon=True)
 
-    # ---- from the event loop ----
-
     def start(self) -> None:
         """Start the thread, which warms the engine up first; `ready` is True when that is done."""
         self._loop = asyncio.get_running_loop()
@@ -192,6 +190,8 @@ class Worker:
             raise self._unavailable(FAILED)
         if self._draining:
             raise self._unavailable(STOPPING)
+        if self._loop is None:
+            raise self._unavailable("it was not started: enter it, as `async with AsyncEngine(engine) as served`.")
         if not self.ready:
             raise self._unavailable("the server is starting: the models are not ready yet.")
 
@@ -230,8 +230,6 @@ class Worker:
         self.halt()
         if self._thread.is_alive():
             self._thread.join()
-
-    # ---- in the thread ----
 
     def _new_scheduler(self) -> Scheduler:
         decoder = self.engine.shared_decoder

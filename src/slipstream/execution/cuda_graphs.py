@@ -51,9 +51,6 @@ def bucket(slots: int) -> int:
     return -(-slots // step) * step
 
 
-# ---- passes --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Captured:
     """Passes as CUDA graphs, one per number of rows, of new tokens, and of slots rounded up by `bucket`.
@@ -155,9 +152,6 @@ def _widened_source(cross: Cross) -> Cross:
 
 def _hiding(mask: Tensor, end: int) -> Tensor:
     return nn.functional.pad(mask, (0, end - mask.shape[-1]), value=torch.finfo(mask.dtype).min)
-
-
-# ---- drafts --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

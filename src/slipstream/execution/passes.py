@@ -243,9 +243,6 @@ class Execution(Protocol):
         """Return an execution of the same kind for another model over the same stores."""
 
 
-# ---- compiled passes --------------------------------------------------------------------------------------------
-
-
 class GivenSlots(Cache):
     """A transformers Cache over given stores and slots, for use in a traced pass."""
 
@@ -311,9 +308,6 @@ def compare(eager: Tensor, compiled: Tensor, what: str = "logits", unrounded: Te
         raise ValueError(
             f"the compiled pass gives other {what} (by {gap(compiled):.2g} of their spread; {allowed:.2g} is rounding)"
         )
-
-
-# ---- traced passes -----------------------------------------------------------------------------------------------
 
 
 def tensors_of_pass(work: Pass, stores: Stores) -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ class Precision:
     @staticmethod
     def read(text: str) -> Precision:
         """Read a precision as `str` writes it: "int8", or "int4?group=64&rounding=gptq". ValueError for other texts."""
-        name, mark, tail = text.partition("?")
+        name, mark, tail = str(text).partition("?")
         options = dict(pair.split("=", 1) for pair in tail.split("&") if "=" in pair)
         group = options.pop("group", None)
         right = (group is None or group.isdecimal()) and options.keys() <= {"rounding"} and bool(mark) == bool(tail)

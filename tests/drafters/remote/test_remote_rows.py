@@ -185,8 +185,8 @@ def test_the_embedded_draft_over_tcp() -> None:
 @pytest.mark.parametrize(
     ("draft", "says"),
     [
-        ("tcp://nowhere", "use tcp://HOST:PORT"),
-        ("tcp:localhost:80", "use tcp://HOST:PORT"),
+        ("tcp://nowhere", "write tcp://HOST:PORT"),
+        ("tcp:localhost:80", "write tcp://HOST:PORT"),
         ("tcp://h:1?timeout-ms=0", "milliseconds above 0"),
         ("tcp://h:1?timeout-ms=nan", "milliseconds above 0"),
         ("tcp://h:1?top=0", "candidates"),

@@ -318,6 +318,8 @@ def test_a_seed_of_its_own() -> None:
     assert torch.equal(batch[0, 2:], model.generate(BATCH[:1, 2:], **options)[0])
     other = model.generate(**padded(), **{**options, "custom_generate": hook(seed=8)})
     assert not torch.equal(batch, other)
+    with pytest.raises(ValueError, match="seed=-1 is not possible: it must be at least 0"):
+        hook(seed=-1)
 
 
 def test_greedy_leaves_the_generator_alone() -> None:
@@ -484,6 +486,15 @@ REFUSED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 1], ngram_len=2), "do_sample": True},
     ),
 }
+
+
+def test_drafts_that_are_no_models_and_compiled_models_are_refused() -> None:
+    for draft in ("lookup", "exit:2"):
+        with pytest.raises(ValueError, match=f"draft='{draft}' is no model, .*: use slipstream.load"):
+            custom_generate(draft)
+    (model := deepcopy(pair()[0])).compile(backend="eager")
+    with pytest.raises(ValueError, match=r"compiled by torch\.compile"):
+        model.generate(BATCH[2:3], **SETTINGS, custom_generate=hook())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,6 +25,7 @@ from slipstream.core.draft import Verifier
 from slipstream.core.protocols import Controller
 from slipstream.core.request import Request, Row
 from slipstream.core.stats import Stats
+from slipstream.core.values import whole_number
 from slipstream.decoding.beam import beam_search
 from slipstream.decoding.controllers import controller
 from slipstream.decoding.decoder import Decoder, Experience
@@ -32,6 +33,7 @@ from slipstream.decoding.generate import rounds, succeeded
 from slipstream.decoding.rules import TOKEN, Rule
 from slipstream.decoding.sampling import Processor
 from slipstream.decoding.scheduler import check_requests
+from slipstream.drafters.kinds import KINDS
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine.transformers_hook.batch import Batch
 from slipstream.engine.transformers_hook.cache import Continued, ReadPrompt
@@ -45,6 +47,7 @@ from slipstream.engine.transformers_hook.call import (
 from slipstream.execution.names import CACHE
 from slipstream.models.causal import CausalScorer
 from slipstream.models.loading.adapters import merged
+from slipstream.models.loading.faults import refuse_missing
 from slipstream.models.loading.load import load_model
 
 NO_SCORE = -1e9  # the score that transformers gives a text that does not exist
@@ -153,12 +156,14 @@ def custom_generate(
     an assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states,
     guidance.
     """
+    if str(draft).partition(":")[0] in KINDS.keys() - {"embedded"} and not Path(draft).exists():
+        raise ValueError(f"draft={draft!r} is no model, which `generate` needs here: use slipstream.load.")
     if not isinstance(verifier, Rule) and not callable(verifier):
         raise ValueError(f"verifier={verifier!r} is not possible: give one of slipstream.decoding.rules or a verifier.")
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
     if rule.paths:
         raise ValueError(f"verifier={rule.name!r} is not possible: `generate` runs chains; use slipstream.load.")
-    return CustomGenerate(draft, controller(gamma), rule, seed)
+    return CustomGenerate(draft, controller(gamma), rule, None if seed is None else whole_number("seed", seed, 0))
 
 
 class CustomGenerate:
@@ -227,6 +232,8 @@ class CustomGenerate:
     def _pair(self, model: PreTrainedModel) -> tuple[CausalScorer, CausalScorer]:
         """Return the Scorers of target and draft; new ones for another model, or if one was moved or converted."""
         models = (model, self._draft(model))
+        for each in models:
+            refuse_missing(each)
         key = tuple((each, each.device, each.dtype) for each in models)
         if self._scorers is None or self._made_for != key:
             self._scorers, self._made_for = (CausalScorer(models[0]), CausalScorer(models[1])), key

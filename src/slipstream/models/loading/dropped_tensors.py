@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 
 from slipstream.core.values import first_sentence
 
+NO_NAME = "there is no such folder, and the hub has no such names"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 DOWNLOADED: dict[str, Any] = {
     "local_files_only": True,
@@ -65,7 +66,8 @@ def checkpoint_file(source: str | Path, name: str, download: bool = True) -> Pat
         )
     except (OSError, ValueError) as error:
         if download:
-            raise ValueError(f"cannot find {name} of {str(source)!r}: {first_sentence(error)}.") from error
+            fault = NO_NAME if "Repo id must" in str(error) else first_sentence(error).removesuffix(".")
+            raise ValueError(f"cannot find {name} of {str(source)!r}: {fault}.") from error
         return None
     return Path(found) if found else None
 

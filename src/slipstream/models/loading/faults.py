@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from slipstream.core.values import first_sentence
-from slipstream.models.loading.dropped_tensors import INDEX, WEIGHTS, checkpoint_file, json_fault
+from slipstream.models.loading.dropped_tensors import INDEX, NO_NAME, WEIGHTS, checkpoint_file, json_fault
 from slipstream.models.loading.gguf_file import TOKENS, GgufFile, files_in, gguf_path, is_gguf
 from slipstream.models.loading.pairings import PAIRINGS, located, pairing_of
 
@@ -39,14 +40,21 @@ OTHER_SHAPES = re.compile("ignore_mismatched_sizes|invalid for input of size|don
 
 
 def refuse_other_types(source: Any) -> None:
-    if not isinstance(source, str | Path):
-        kind = type(source).__name__
-        raise ValueError(f"a model is a hub name, a folder, or one that transformers has loaded, not of type {kind}.")
+    """Raise ValueError for what is no model and no name of one, and for a model that is compiled or has no weights."""
+    kind, forward = type(source).__name__, getattr(source, "forward", None)
+    if getattr(source, "_compiled_call_impl", None) or hasattr(forward, "_torchdynamo_orig_callable"):
+        raise ValueError(f"{kind} was compiled by torch.compile, which rounds of many shapes delay: load it anew.")
+    if not isinstance(source, str | Path | PreTrainedModel):
+        raise ValueError(f"a model is a hub name, a folder, or loaded by transformers, and not of type {kind}.")
+    if isinstance(source, PreTrainedModel) and source.device.type == "meta" and not hasattr(source, "hf_device_map"):
+        raise ValueError(f"the weights of {kind} are on the device meta, without numbers: load it by its name.")
 
 
 def refuse_missing(source: str | Path) -> None:
     """Raise ValueError for a source that looks like a path but has no model, so that it is not taken for a hub name."""
     refuse_other_types(source)
+    if not isinstance(source, str | Path):
+        return
     if not str(source).strip():
         raise ValueError(f"cannot load the model {str(source)!r}: the name is empty.")
     path = Path(source).expanduser()
@@ -112,6 +120,8 @@ def model_fault(source: str | Path, error: Exception) -> str:
         return f"its weights are damaged ({first_sentence(error)}): copy or download them again"
     if OTHER_SHAPES.search(str(error)):
         return SHAPES
+    if "Repo id must" in str(error):
+        return NO_NAME
     if isinstance(error, FileNotFoundError) or "no file named" in str(error):
         return f"a file of its weights is missing ({_sentence(error)}): copy or download it too"
     if "couldn't connect to" in str(error):

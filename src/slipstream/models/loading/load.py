@@ -57,6 +57,7 @@ def load_model(
     if encoder_dtype is not None:
         own = _dtype("encoder_dtype", encoder_dtype)
         return with_encoder_dtype(load_model(source, dtype, device, **kwargs), own)
+    faults.refuse_missing(source)  # a .gguf file is no folder, but holds a model
     place, adapter = faults.usable_device(device), kwargs.pop("adapter", None)
     if isinstance(source, PreTrainedModel):
         if kwargs:
@@ -64,7 +65,6 @@ def load_model(
         model = with_adapter(copy.deepcopy(source), adapter) if adapter else source
         return model.to(place) if device else model
     use_threads()
-    faults.refuse_missing(source)  # a .gguf file is no folder, but holds a model
     origin = Origin.of(source, kwargs.pop("trust_remote_code", False), adapter)
     reading = Reading(kwargs.pop("activations", INT8), kwargs.pop("dequantize", origin.adapter is not None))
     if origin.adapter:

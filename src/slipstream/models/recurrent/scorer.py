@@ -111,11 +111,11 @@ class StateScorer:
         except Exception as error:  # of any type, for example from models that need images
             reason = f"{type(error).__name__}: {first_sentence(error)}"
             raise ValueError(f"{self.name} does not run on a text alone ({reason}); use another model.") from error
-        if getattr(out, "logits", None) is None or self._calls.state(out) is None:
-            raise ValueError(
-                f"{self.name} hands out no state and no keys of what it has read, so every token would take a pass "
-                "over the whole text; use another model."
-            )
+        if getattr(out, "logits", None) is None:
+            raise ValueError(f"{self.name} gives no scores of tokens: load it with its head (AutoModelForCausalLM).")
+        if self._calls.state(out) is None:
+            passes = "so every token would take a pass over the whole text; use another model"
+            raise ValueError(f"{self.name} hands out no state and no keys of what it has read, {passes}.")
 
     def clear(self) -> None:
         self._cache: StateCache[RowState] = StateCache(lambda kept, tokens: kept.shortened(tokens))
