@@ -224,12 +224,15 @@ def test_what_the_command_cannot_hear_is_told_in_a_sentence(folder: Path, tmp_pa
     (tmp_path / "x.ogg").write_bytes(b"no sound at all")
     for arguments, reason in (
         ([str(tmp_path / "x.wav"), "--target", str(folder)], "the file holds no sound."),
-        ([str(tmp_path / "x.ogg"), "--target", str(folder)], "slipstream: the file"),  # the rest is soundfile's
+        ([str(tmp_path / "x.ogg"), "--target", str(folder)], "x.ogg: the file"),  # the rest is soundfile's
         ([str(tmp_path / "none.wav"), "--target", str(folder)], "cannot be read"),
         ([str(tmp_path / "x.wav")], "name a Whisper"),
     ):
         done = run("transcribe", *arguments)
         assert done.exit_code == 2 and reason in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "y.wav").write_bytes(sound(0.9))
+    done = run("transcribe", str(tmp_path / "x.ogg"), str(tmp_path / "y.wav"), "--target", str(folder))
+    assert done.exit_code == 2 and "x.ogg: the file" in done.stderr and done.stdout.strip()
 
 
 def test_a_model_of_texts_hears_nothing(client: openai.OpenAI) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slipstream.cli import options as opt
-from slipstream.cli.app import app
+from slipstream.cli.app import app, say
 from slipstream.cli.console import steps
 from slipstream.cli.settings import loaded
 from slipstream.text.jsontext import json_text
@@ -37,12 +37,18 @@ def transcribe(context: typer.Context, sounds: Sounds) -> None:
     form = "json" if params["as_json"] else params["form"]
     how: dict[str, Any] = {name: params[name] for name in ("language", "temperature", "plain")}
     how |= {"task": "translate" if params["translate"] else "transcribe", "timestamps": form != "text"}
+    code = 0
     for sound in sounds:
-        with steps() as show:
-            how["on_window"] = lambda done, total, file=sound.name: show(done, total, f"{file}: windows")
-            made = engine.transcribe(sound, **how)
+        try:
+            with steps() as show:
+                how["on_window"] = lambda done, total, file=sound.name: show(done, total, f"{file}: windows")
+                made = engine.transcribe(sound, **how)
+        except ValueError as error:  # the other files can be heard nevertheless
+            code = say(f"{sound}: {error}")
+            continue
         if form == "json":
             about = {"file": str(sound), "text": made.text, "duration": made.duration}
             print(json_text({**about, "segments": list(map(asdict, made.segments))}), flush=True)
         else:
             print(made.text if form == "text" else f"{getattr(made, form)().rstrip()}\n", flush=True)
+    raise typer.Exit(code)
