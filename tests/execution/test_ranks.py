@@ -59,7 +59,7 @@ def test_a_model_that_lies_on_ranks_already_is_refused() -> None:
     with pytest.raises(ValueError, match="lies on 2 ranks already: give its name or folder, and tp_plan='auto'"):
         slipstream.load(model)
     with pytest.raises(ValueError, match="custom_generate decodes in one process, and this model lies on several"):
-        model.generate(torch.tensor([[1]]), max_new_tokens=2, custom_generate=slipstream.custom_generate("lookup"))
+        model.generate(torch.tensor([[1]]), max_new_tokens=2, custom_generate=slipstream.custom_generate(model))
 
 
 def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:

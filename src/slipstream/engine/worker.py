@@ -190,7 +190,7 @@ class Worker:
             raise self._unavailable(FAILED)
         if self._draining:
             raise self._unavailable(STOPPING)
-        if self._loop is None:
+        if not self.ready and self._loop is None:
             raise self._unavailable("it was not started: enter it, as `async with AsyncEngine(engine) as served`.")
         if not self.ready:
             raise self._unavailable("the server is starting: the models are not ready yet.")
