@@ -37,8 +37,6 @@ class StateCache(Generic[State]):
         """The number of tokens per row, including those that its state lacks after a rollback."""
         return [row.length for row in self._rows]
 
-    # ---- rows ----
-
     def add(self, rows: int) -> None:
         self._rows += [_Row() for _ in range(rows)]
 
@@ -48,8 +46,6 @@ class StateCache(Generic[State]):
     def free(self, rows: Sequence[int]) -> None:
         freed = set(rows)
         self._rows = [each for row, each in enumerate(self._rows) if row not in freed]
-
-    # ---- one pass ----
 
     def known(self, row: int) -> int:
         """Return how many tokens the newest state of a row summarizes; after some rollbacks fewer than its length."""
@@ -80,8 +76,6 @@ class StateCache(Generic[State]):
         """Store the state of all tokens of a row, after those that it lacked were read again."""
         assert self.known(row) < self._rows[row].length, "the row lacks nothing"
         self._rows[row].states = [(self._rows[row].length, state)]
-
-    # ---- going back ----
 
     def rollback(self, lengths: Sequence[int]) -> None:
         assert len(lengths) <= len(self._rows), "one length per row, of the first rows"

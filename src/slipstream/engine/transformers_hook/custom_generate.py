@@ -22,7 +22,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput
 
 from slipstream.core.beams import Beams, Hypothesis
 from slipstream.core.draft import Verifier
-from slipstream.core.protocols import Controller
+from slipstream.core.protocols import Controller, Drafter, Traits
 from slipstream.core.request import Request, Row
 from slipstream.core.stats import Stats
 from slipstream.core.values import whole_number
@@ -33,8 +33,9 @@ from slipstream.decoding.generate import rounds, succeeded
 from slipstream.decoding.rules import TOKEN, Rule
 from slipstream.decoding.sampling import Processor
 from slipstream.decoding.scheduler import check_requests
-from slipstream.drafters.kinds import KINDS
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.specification import DrafterTerm, drafter, parse
 from slipstream.engine.transformers_hook.batch import Batch
 from slipstream.engine.transformers_hook.cache import Continued, ReadPrompt
 from slipstream.engine.transformers_hook.call import (
@@ -128,10 +129,10 @@ def custom_generate(
     >>> speculate = custom_generate("path/or/name/of/a/draft", gamma=5)  # doctest: +SKIP
     >>> model.generate(**inputs, custom_generate=speculate, max_new_tokens=64, do_sample=True)  # doctest: +SKIP
 
-    `draft` is a loaded model, used as it is, or a folder or hub name, loaded at the first call with the model's
-    device and dtype. `gamma` is how many tokens to draft per round, "auto", or a controller; `verifier` a rule of
-    `slipstream.decoding.rules`, or a verifier. `seed=None` takes a seed from torch's global generator whenever a call
-    samples, so `torch.manual_seed` makes it reproducible; an integer gives every call the same randomness.
+    `draft` is a loaded model, used as it is, a folder or hub name, loaded at the first call with the model's device and
+    dtype, or what drafts from texts alone ("lookup", ...). `gamma` is how many tokens to draft per round, "auto", or a
+    controller; `verifier` a rule of `slipstream.decoding.rules`, or a verifier. `seed=None` takes a seed from torch's
+    global generator whenever a call samples (see `torch.manual_seed`); an integer gives every call the same randomness.
 
     Returns what `generate` returns: token ids (rows, longest), prompt included, padded on the right; or a
     `GenerateDecoderOnlyOutput` with `sequences`, and `scores` and `logits` if requested: one (rows, vocab) per
@@ -156,8 +157,6 @@ def custom_generate(
     an assistant, quantized and offloaded caches, other model inputs of your own, attentions and hidden states,
     guidance.
     """
-    if str(draft).partition(":")[0] in KINDS.keys() - {"embedded"} and not Path(draft).exists():
-        raise ValueError(f"draft={draft!r} is no model, which `generate` needs here: use slipstream.load.")
     if not isinstance(verifier, Rule) and not callable(verifier):
         raise ValueError(f"verifier={verifier!r} is not possible: give one of slipstream.decoding.rules or a verifier.")
     rule = verifier if isinstance(verifier, Rule) else Rule("own", verifier)
@@ -171,7 +170,10 @@ class CustomGenerate:
 
     def __init__(self, draft: Source, controller: Controller, rule: Rule, seed: int | None) -> None:
         self.stats = Stats()
-        self._source, self._controller, self._rule, self._seed = merged(draft), controller, rule, seed
+        term = parse(draft) if isinstance(draft, str) and not Path(draft).exists() else DrafterTerm("model")
+        self._by_text = not (isinstance(term, DrafterTerm) and term.kind in ("model", "embedded"))
+        self._source: Any = draft if self._by_text else merged(draft)
+        self._controller, self._rule, self._seed = controller, rule, seed
         self._forget()
 
     __signature__ = SignatureWithTokenizer()
@@ -197,9 +199,7 @@ class CustomGenerate:
             handed = (logits_processor, stopping_criteria, generation_config)
             searching = BeamCall(model, input_ids, handed, call, model_kwargs)
             with self._locked(model):
-                target, draft = self._pair(model)
-                drafter = ModelDrafter(draft, target.vocab)
-                decoder = Decoder(target, drafter, controller=self._controller)
+                decoder = Decoder(*self._pair(model), controller=self._controller)
                 result, self.stats = searching.run(decoder, self._seed_of(searching.config))
                 return result
         opening = Opening.of(model, input_ids, generation_config, call, model_kwargs)
@@ -209,7 +209,7 @@ class CustomGenerate:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings alone: a copy loads a draft given by name or folder again, and has caches of its own."""
-        kept = ("stats", "_source", "_controller", "_rule", "_seed")
+        kept = ("stats", "_source", "_by_text", "_controller", "_rule", "_seed")
         return {name: value for name, value in vars(self).items() if name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,36 +218,44 @@ class CustomGenerate:
 
     def _forget(self) -> None:
         self._loaded: PreTrainedModel | None = None
-        self._scorers: tuple[CausalScorer, CausalScorer] | None = None
+        self._scorers: tuple[CausalScorer, ...] = ()
+        self._named: Drafter | None = None
         self._made_for: tuple[Any, ...] = ()
         self._busy, self._experience = threading.Lock(), Experience()
 
-    def _draft(self, model: PreTrainedModel) -> PreTrainedModel:
-        if isinstance(self._source, PreTrainedModel):
-            return self._source
+    def _models(self, model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
+        """Return the target, and the draft if that is a model."""
+        if self._by_text or isinstance(self._source, PreTrainedModel):
+            return (model,) if self._by_text else (model, self._source)
         if self._loaded is None:
             self._loaded = load_model(self._source, dtype=model.dtype, device=str(model.device))
-        return self._loaded
+        return model, self._loaded
 
-    def _pair(self, model: PreTrainedModel) -> tuple[CausalScorer, CausalScorer]:
-        """Return the Scorers of target and draft; new ones for another model, or if one was moved or converted."""
-        models = (model, self._draft(model))
+    def _pair(self, model: PreTrainedModel) -> tuple[CausalScorer, Drafter]:
+        """Return the target's Scorer and a drafter; new ones for another model, or if one was moved or converted."""
+        models = self._models(model)
         for each in models:
             refuse_missing(each)
         key = tuple((each, each.device, each.dtype) for each in models)
-        if self._scorers is None or self._made_for != key:
-            self._scorers, self._made_for = (CausalScorer(models[0]), CausalScorer(models[1])), key
-        return self._scorers
+        if self._made_for != key:
+            self._scorers, self._made_for = tuple(map(CausalScorer, models)), key
+            self._named = drafter(self._source, BuildContext(self._scorers[0])) if self._by_text else None
+        if self._named and not all(
+            Traits.of(each).by_text for each in Traits.of(self._named).drafters or [self._named]
+        ):
+            raise ValueError(
+                f"draft={self._source!r} runs beside targets that slipstream.load has loaded alone: use that."
+            )
+        return self._scorers[0], self._named or ModelDrafter(self._scorers[-1], self._scorers[0].vocab)
 
     def _decode(self, model: PreTrainedModel, batch: Batch, opening: Opening, streamer: Any) -> Any:
-        target, draft = scorers = self._pair(model)
-        drafter, rule = ModelDrafter(draft, target.vocab), self._rule
-        away = any(scorer.device != batch.ids.device for scorer in scorers)
+        (target, drafts), rule = self._pair(model), self._rule
+        away = any(scorer.device != batch.ids.device for scorer in self._scorers)
         requests = batch.requests(self._seed_of(batch.config), away)
         check_requests(target, requests)
         read = opening.read(model, batch)
         decoder = Decoder(
-            target, drafter, rule.verify, self._controller, len(requests), rule.rng, experience=self._experience
+            target, drafts, rule.verify, self._controller, len(requests), rule.rng, experience=self._experience
         )
         rows = _run(_after_prompts(read, decoder, requests), requests, streamer)
         if not batch.pads_ended:
@@ -273,7 +281,7 @@ class CustomGenerate:
             raise RuntimeError("this callable is already decoding: give each thread a custom_generate(...) of its own.")
         training: list[torch.nn.Module] = []
         try:
-            training += [module for each in (model, self._draft(model)) for module in each.modules() if module.training]
+            training += [module for each in self._models(model) for module in each.modules() if module.training]
             for module in training:
                 module.training = False
             yield
