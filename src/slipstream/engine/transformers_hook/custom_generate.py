@@ -238,11 +238,11 @@ class CustomGenerate:
             refuse_missing(each)
         key = tuple((each, each.device, each.dtype) for each in models)
         if self._made_for != key:
-            self._scorers, self._made_for = tuple(map(CausalScorer, models)), key
+            self._scorers = tuple(map(CausalScorer, models))
             self._named = drafter(self._source, BuildContext(self._scorers[0])) if self._by_text else None
-        if self._named and not all(
-            Traits.of(each).by_text for each in Traits.of(self._named).drafters or [self._named]
-        ):
+            self._made_for = key
+        parts = Traits.of(self._named).drafters or [self._named] if self._named else ()
+        if not all(Traits.of(each).by_text for each in parts):
             raise ValueError(
                 f"draft={self._source!r} runs beside targets that slipstream.load has loaded alone: use that."
             )
