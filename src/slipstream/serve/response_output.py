@@ -134,7 +134,7 @@ Told = tuple[str, dict[str, Any]]  # kind of an event, without `response.`, and 
 
 class ResponseOutput:
     """The items of one response, in the order in which they are written; one of them is open.
-    `functions` are those that may be called, and their namespaces, by the names that the model is told."""
+    `functions` are those that may be called, and their namespaces, by the names under which the model calls them."""
 
     def __init__(self, functions: Mapping[str, tuple[ResponseTool, str | None]]) -> None:
         self._functions = functions

@@ -139,13 +139,13 @@ class ResponsesRequest(Addressed):
     speculative: bool | SpeculationOptions | None = None
 
     def functions(self) -> dict[str, tuple[ResponseTool, str | None]]:
-        """Return the functions by the names that the model is told, each with its namespace."""
+        """Return each function and its namespace by the name under which the model calls it."""
         spaces = [
             (tool.tools, tool.name) if isinstance(tool, ResponseNamespace) else ([tool], None)
             for tool in self.tools or ()
         ]
-        return {told(tool.name, space): (tool, space) for tools, space in spaces for tool in tools}
+        return {qualified_name(tool.name, space): (tool, space) for tools, space in spaces for tool in tools}
 
 
-def told(name: str, namespace: str | None) -> str:
+def qualified_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name

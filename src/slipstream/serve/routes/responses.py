@@ -31,7 +31,7 @@ from slipstream.serve.response_schema import (
     InputResult,
     Kept,
     ResponsesRequest,
-    told,
+    qualified_name,
 )
 from slipstream.serve.schema import ChatRequest, RefusalPart
 from slipstream.serve.state import ServerState, state_of, tenant_of
@@ -83,7 +83,7 @@ def _message(item: Kept) -> dict[str, Any]:
     if isinstance(item, InputResult):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
     if isinstance(item, InputCall):
-        function = {"name": told(item.name, item.namespace), "arguments": item.arguments}
+        function = {"name": qualified_name(item.name, item.namespace), "arguments": item.arguments}
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
     assert isinstance(item, InputReasoning)
     return {"role": "assistant", "reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
