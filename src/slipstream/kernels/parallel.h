@@ -46,12 +46,9 @@ inline void judge(int64_t began, int64_t ended, int64_t share, int64_t threads) 
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (begin >= end) return;
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t began = now();
-  if (end - begin <= grain || threads == 1 || began < shared_again.load(std::memory_order_relaxed)) {
-    body(begin, end);
-    return;
-  }
+  if (end - begin <= grain) return body(begin, end);
+  const int64_t threads = torch::stable::get_num_threads(), began = now();
+  if (threads == 1 || began < shared_again.load(std::memory_order_relaxed)) return body(begin, end);
   std::atomic<int64_t> first{std::numeric_limits<int64_t>::max()};
   torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) {
     body(from, to);

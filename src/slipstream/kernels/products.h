@@ -45,9 +45,19 @@ struct Weights {
   const void* zeros;    // bytes, or float16; or null
   const int8_t* steps;  // or null
   int64_t group, groups, blocks;
-  int bits, shift;  // a block has 1 << shift groups
+  int bits, shift = 0;  // a block has 1 << shift groups
   Zero zero;
   Scale scale;
+
+  // Codes of so many bytes for each feature; `whole`: zeros, if there are any, are bytes; `half`: scales are float16.
+  Weights(const void* codes, const void* scales, const void* zeros, const void* steps, int64_t bytes, int64_t groups,
+          int64_t blocks, int64_t bits, bool whole, bool half)
+      : codes(static_cast<const uint8_t*>(codes)), scales(static_cast<const uint16_t*>(scales)), zeros(zeros),
+        steps(static_cast<const int8_t*>(steps)), group(bytes * 8 / bits / groups), groups(groups), blocks(blocks),
+        bits(static_cast<int>(bits)), zero(!zeros ? Zero::MIDDLE : whole ? Zero::CODE : Zero::OFFSET),
+        scale(steps ? Scale::STEPS : half ? Scale::FLOAT16 : Scale::BFLOAT16) {
+    while (blocks << shift < groups) ++shift;
+  }
 };
 
 using QuantizedLayer = Layer<Weights>;

@@ -5,6 +5,7 @@
 // tokens stand beside it: so a token has the same bits in every pass.
 
 #include <array>
+#include <deque>
 
 #include "lanes.h"
 #include "parallel.h"
@@ -84,6 +85,8 @@ struct Array {
   // The step of a dimension; 0 if all share one item.
   int64_t step(int dim) const { return sizes[dim] == 1 ? 0 : strides[dim]; }
 };
+
+using Arrays = std::vector<const Array*>;
 
 // Arrays that are walked through together, the first of which has all dimensions: those that lie side by side in all of
 // them become one. The last one is the inner one.
@@ -209,7 +212,7 @@ void by_lanes(int64_t count, const float* in, float* out, const Run& run) {  // 
 
 // A block of numbers, each of which is computed from its own operands.
 template <class Compute>
-void compute(Code code, int64_t count, const Compute (*in)[BLOCK], Compute* out) {
+void compute(Code code, int64_t count, const Compute* const* in, Compute* out) {
   const auto one = [&](const auto& run) {
     for (int64_t i = 0; i < count; ++i) out[i] = run(in[0][i]);
   };
@@ -282,6 +285,8 @@ void compute(Code code, int64_t count, const Compute (*in)[BLOCK], Compute* out)
 
 template <class Compute, int COUNT>
 void elementwise(Code code, const Array* const (&arrays)[COUNT]) {
+  constexpr bool REAL = std::is_floating_point_v<Compute>;
+  constexpr Type OWN = !REAL ? Type::INT64 : sizeof(Compute) == sizeof(float) ? Type::FLOAT32 : Type::FLOAT64;
   const Walk<COUNT> walk(arrays);
   const Array& out = *arrays[0];
   const int64_t* steps[COUNT];
@@ -292,12 +297,18 @@ void elementwise(Code code, const Array* const (&arrays)[COUNT]) {
     if (plain)
       return (void)std::memcpy(out.at(places[0] + first), arrays[COUNT - 1]->at(places[COUNT - 1] + first),
                                count * BYTES[static_cast<int>(out.type)]);
-    alignas(LINE) Compute in[COUNT > 1 ? COUNT - 1 : 1][BLOCK], found[BLOCK];
+    alignas(LINE) Compute blocks[COUNT][BLOCK];
     for (int64_t begin = first; begin < first + count; begin += BLOCK) {
       const int64_t some = std::min(BLOCK, first + count - begin);
-      for (int i = 1; i < COUNT; ++i) load(*arrays[i], places[i] + begin * *steps[i], *steps[i], some, in[i - 1]);
-      compute<Compute>(code, some, in, found);
-      store(out, places[0] + begin * *steps[0], *steps[0], some, found);
+      Compute* used[COUNT];  // numbers that lie side by side are computed where they lie, in whole vectors
+      for (int i = COUNT - 1; i >= 0; --i) {
+        const int64_t place = places[i] + begin * *steps[i];
+        const bool lies = arrays[i]->data && arrays[i]->type == OWN && *steps[i] == 1 && some % LANES == 0;
+        used[i] = lies ? reinterpret_cast<Compute*>(arrays[i]->data) + place : blocks[i];
+        if (i && !lies) load(*arrays[i], place, *steps[i], some, blocks[i]);
+      }
+      compute<Compute>(code, some, used + 1, used[0]);
+      if (used[0] == blocks[0]) store(out, places[0] + begin * *steps[0], *steps[0], some, blocks[0]);
     }
   });
 }
@@ -476,43 +487,35 @@ slipstream::Number number_of(const Array& array) {
   return array.type == Type::FLOAT32 ? slipstream::Number::FLOAT32 : slipstream::Number::BFLOAT16;
 }
 
-void linear(const std::vector<Array>& outs, const std::vector<Array>& in, const int64_t* features) {
-  const int64_t width = in[0].sizes[in[0].dims - 1];
+void linear(const Arrays& outs, const Arrays& in, const int64_t* features) {
+  const int64_t width = in[0]->sizes[in[0]->dims - 1];
   std::vector<slipstream::PanelLayer> layers;
   for (size_t i = 0; i < outs.size(); ++i)
-    layers.push_back({in[1 + 2 * i].data, in[2 + 2 * i].data, features[i], outs[i].data, features[i]});
-  slipstream::multiply(number_of(in[0]), in[0].data, in[0].count() / width, width, layers);
+    layers.push_back({in[1 + 2 * i]->data, in[2 + 2 * i]->data, features[i], outs[i]->data, features[i]});
+  slipstream::multiply(number_of(*in[0]), in[0]->data, in[0]->count() / width, width, layers);
 }
 
-slipstream::Weights weights_of(const Array* parts, int bits) {
-  const auto& [codes, scales, zeros, steps] = std::tie(parts[0], parts[1], parts[2], parts[3]);
-  using slipstream::Scale;
-  using slipstream::Zero;
+slipstream::Weights weights_of(const Array* const* parts, int64_t bits) {
+  const auto& [codes, scales, zeros, steps] = std::tie(*parts[0], *parts[1], *parts[2], *parts[3]);
   const int64_t blocks = scales.sizes[1], groups = steps.absent ? blocks : steps.sizes[1];
-  int shift = 0;
-  while (blocks << shift < groups) ++shift;
-  constexpr int64_t QUAD = 4;
-  return {reinterpret_cast<const uint8_t*>(codes.data), reinterpret_cast<const uint16_t*>(scales.data), zeros.data,
-          reinterpret_cast<const int8_t*>(steps.data), codes.sizes[1] * QUAD * 8 / bits / groups, groups, blocks, bits, shift,
-          zeros.absent ? Zero::MIDDLE : zeros.type == Type::UINT8 ? Zero::CODE : Zero::OFFSET,
-          !steps.absent ? Scale::STEPS : scales.type == Type::FLOAT16 ? Scale::FLOAT16 : Scale::BFLOAT16};
+  return {codes.data, scales.data, zeros.data, steps.data, codes.sizes[1] * codes.sizes[3], groups, blocks, bits,
+          zeros.type == Type::UINT8, scales.type == Type::FLOAT16};
 }
 
-void quantized_linear(const std::vector<Array>& outs, const std::vector<Array>& in, const int64_t* numbers) {
-  const int64_t width = in[0].sizes[in[0].dims - 1], rows = in[0].count() / width, *features = numbers + 2;
+void quantized_linear(const Arrays& outs, const Arrays& in, const int64_t* numbers) {
+  const int64_t width = in[0]->sizes[in[0]->dims - 1], rows = in[0]->count() / width, *features = numbers + 2;
   std::vector<slipstream::QuantizedLayer> layers;
   for (size_t i = 0; i < outs.size(); ++i)
-    layers.push_back({weights_of(&in[1 + 5 * i], static_cast<int>(numbers[0])), in[5 + 5 * i].data, features[i],
-                      outs[i].data, features[i]});
-  const slipstream::Number number = number_of(in[0]);
-  if (!numbers[1]) return slipstream::multiply(number, in[0].data, rows, width, layers);
+    layers.push_back({weights_of(&in[1 + 5 * i], numbers[0]), in[5 + 5 * i]->data, features[i], outs[i]->data, features[i]});
+  const slipstream::Number number = number_of(*in[0]);
+  if (!numbers[1]) return slipstream::multiply(number, in[0]->data, rows, width, layers);
   thread_local slipstream::WholeInputs rounded;
-  rounded.take(number, in[0].data, rows, width, layers[0].weight.groups, layers[0].weight.group);
+  rounded.take(number, in[0]->data, rows, width, layers[0].weight.groups, layers[0].weight.group);
   slipstream::multiply(rounded, layers, number);
 }
 
-void attend(const Array& out, const std::vector<Array>& in, float scale) {
-  const auto& [queries, keys, values, mask] = std::tie(in[0], in[1], in[2], in[3]);
+void attend(const Array& out, const Arrays& in, float scale) {
+  const auto& [queries, keys, values, mask] = std::tie(*in[0], *in[1], *in[2], *in[3]);
   const auto steps = [](const Array& array) -> slipstream::Steps {
     return array.absent ? slipstream::Steps{} : slipstream::Steps{array.step(0), array.step(1), array.step(2)};
   };
@@ -521,7 +524,7 @@ void attend(const Array& out, const std::vector<Array>& in, float scale) {
   };
   if (out.count())
     slipstream::attend(number_of(queries),
-                       {queries.data, mask.data, out.data, stored(keys, in[4]), stored(values, in[5]), steps(queries),
+                       {queries.data, mask.data, out.data, stored(keys, *in[4]), stored(values, *in[5]), steps(queries),
                         steps(mask), queries.sizes[0], queries.sizes[1], queries.sizes[1] / keys.sizes[1], queries.sizes[2],
                         keys.sizes[2], queries.sizes[3], scale});
 }
@@ -537,8 +540,7 @@ struct Storage {
 
 struct Instruction {
   Code code;
-  std::vector<int64_t> outs, ins;  // numbers of arrays; negative ones are numbers that stand for arrays
-  int64_t scalars;
+  Arrays outs, ins;
   std::vector<int64_t> numbers;
 };
 
@@ -563,16 +565,16 @@ class Program {
         form.strides[dim] = size();
       }
     }
+    arrays_.resize(forms_.size());
     instructions_.resize(next());
     for (Instruction& each : instructions_) {
       each.code = static_cast<Code>(next());
-      for (auto* part : {&each.outs, &each.ins}) {
-        part->resize(next());
-        for (int64_t& number : *part) number = next();
-      }
-      each.scalars = next();
-      each.numbers.resize(next());
-      for (int64_t& number : each.numbers) number = next();
+      const std::vector<int64_t> outs = list(), ins = list();  // negative ones are numbers that stand for arrays
+      const int64_t scalars = next();
+      each.numbers = list();
+      for (int64_t place : outs) each.outs.push_back(&arrays_[place]);
+      for (int64_t place : ins) each.ins.push_back(place < 0 ? scalar(each, place) : &arrays_[place]);
+      each.numbers.erase(each.numbers.begin(), each.numbers.begin() + scalars);
     }
   }
 
@@ -581,22 +583,8 @@ class Program {
   void run(const int64_t* given, int64_t count, int64_t start, int64_t stop) {
     STD_TORCH_CHECK(count == symbols_ + 1 + outside_ && start >= 0 && stop <= static_cast<int64_t>(instructions_.size()),
                     "slipstream::run_program: ", count, " numbers");
-    products_.assign(int64_t{1} << symbols_, 1);
-    for (int64_t symbol = 0; symbol < symbols_; ++symbol)
-      for (int64_t set = 0; set < static_cast<int64_t>(products_.size()); ++set)
-        if (set >> symbol & 1) products_[set] *= given[symbol];
-    int64_t place = given[symbols_];
-    starts_.clear();
-    for (const Size& slot : slots_) {
-      starts_.push_back(place);
-      place += (value(slot) + LINE - 1) / LINE * LINE;
-    }
-    const int64_t* outside = given + symbols_ + 1;
-    bases_.clear();
-    for (const auto& [memory, number] : storages_)
-      bases_.push_back(reinterpret_cast<char*>(memory == Memory::CONSTANT ? number
-                                               : memory == Memory::OWN    ? (slots_.empty() ? 0 : starts_[number])
-                                                                          : outside[number]));
+    if (!std::equal(given, given + count, given_.begin(), given_.end())) lay(given);
+    given_.assign(given, given + count);
     for (int64_t i = start; i < stop; ++i) run(instructions_[i]);
   }
 
@@ -606,12 +594,18 @@ class Program {
   std::vector<Storage> storages_;
   std::vector<Size> slots_;
   std::vector<Form> forms_;
+  std::vector<Array> arrays_;  // of the forms, where they lie in this run
+  std::deque<Array> scalars_;  // and numbers that stand for arrays
   std::vector<Instruction> instructions_;
-  std::vector<int64_t> products_, starts_;  // of a run: the products of all sets of sizes, and where pieces begin
-  std::vector<char*> bases_;
-  std::vector<Array> outs_, ins_;
+  std::vector<int64_t> given_, products_, starts_;  // of a run; products of all sets of sizes, and where pieces begin
 
   int64_t next() { return *words_++; }
+
+  std::vector<int64_t> list() {
+    std::vector<int64_t> found(next());
+    for (int64_t& each : found) each = next();
+    return found;
+  }
 
   Size size() {
     const int64_t number = next();
@@ -620,80 +614,88 @@ class Program {
 
   int64_t value(const Size& size) const { return size.number * products_[size.symbols]; }
 
-  Array array(const Form& form) const {
-    Array found;
-    found.type = form.type;
-    found.dims = form.dims;
-    found.data = bases_[form.storage];
-    found.data = found.at(value(form.offset));
-    for (int dim = 0; dim < form.dims; ++dim) {
-      found.sizes[dim] = value(form.sizes[dim]);
-      found.strides[dim] = value(form.strides[dim]);
-    }
-    return found;
+  const Array* scalar(const Instruction& instruction, int64_t place) {
+    Array& made = scalars_.emplace_back();
+    made.absent = place == ABSENT;
+    if (!made.absent) made.number = bits<double>(instruction.numbers[-1 - place]);
+    return &made;
   }
 
-  Array operand(const Instruction& instruction, int64_t number) const {
-    if (number >= 0) return array(forms_[number]);
-    Array found;
-    found.absent = number == ABSENT;
-    if (!found.absent) found.number = bits<double>(instruction.numbers[-1 - number]);
-    return found;
+  // Finds where all arrays lie, and their sizes.
+  void lay(const int64_t* given) {
+    products_.assign(int64_t{1} << symbols_, 1);
+    for (int64_t symbol = 0; symbol < symbols_; ++symbol)
+      for (int64_t set = 0; set < static_cast<int64_t>(products_.size()); ++set)
+        if (set >> symbol & 1) products_[set] *= given[symbol];
+    starts_.clear();
+    for (int64_t place = given[symbols_]; const Size& slot : slots_) {
+      starts_.push_back(place);
+      place += (value(slot) + LINE - 1) / LINE * LINE;
+    }
+    for (size_t i = 0; i < forms_.size(); ++i) {
+      const Form& form = forms_[i];
+      const auto& [memory, number] = storages_[form.storage];
+      Array& array = arrays_[i];
+      array.type = form.type;
+      array.dims = form.dims;
+      array.data = reinterpret_cast<char*>(memory == Memory::CONSTANT ? number
+                                           : memory == Memory::OWN    ? (slots_.empty() ? 0 : starts_[number])
+                                                                      : given[symbols_ + 1 + number]);
+      array.data = array.at(value(form.offset));
+      for (int dim = 0; dim < form.dims; ++dim) {
+        array.sizes[dim] = value(form.sizes[dim]);
+        array.strides[dim] = value(form.strides[dim]);
+      }
+    }
   }
 
   void run(const Instruction& instruction) {
-    outs_.clear();
-    ins_.clear();
-    for (int64_t number : instruction.outs) outs_.push_back(array(forms_[number]));
-    for (int64_t number : instruction.ins) ins_.push_back(operand(instruction, number));
-    const int64_t* numbers = instruction.numbers.data() + instruction.scalars;
-    const Array& out = outs_[0];
+    const auto& [code, outs, ins, given] = instruction;
+    const int64_t* numbers = given.data();
+    const Array& out = *outs[0];
     const auto real = [&](int64_t word) { return static_cast<float>(bits<double>(word)); };
-    switch (instruction.code) {
-      case ARANGE: return count_up(out, ins_[0].number, ins_[1].number);
-      case SUM:
-      case MEAN:
-      case AMAX:
-      case ARGMAX: {
+    switch (code) {
+      case ARANGE: return count_up(out, ins[0]->number, ins[1]->number);
+      case SUM: case MEAN: case AMAX: case ARGMAX: {
         const int dims = static_cast<int>(numbers[0]);
-        if (whole(ins_[0].type) && whole(out.type)) return reduce<int64_t>(instruction.code, out, ins_[0], dims);
-        if (ins_[0].type == Type::FLOAT64) return reduce<double>(instruction.code, out, ins_[0], dims);
-        return reduce<float>(instruction.code, out, ins_[0], dims);
+        if (whole(ins[0]->type) && whole(out.type)) return reduce<int64_t>(code, out, *ins[0], dims);
+        if (ins[0]->type == Type::FLOAT64) return reduce<double>(code, out, *ins[0], dims);
+        return reduce<float>(code, out, *ins[0], dims);
       }
-      case SOFTMAX: return softmax(out, ins_[0]);
-      case LAYER_NORM: return layer_norm(out, ins_[0], ins_[1], ins_[2], real(numbers[0]));
+      case SOFTMAX: return softmax(out, *ins[0]);
+      case LAYER_NORM: return layer_norm(out, *ins[0], *ins[1], *ins[2], real(numbers[0]));
       case GATHER:
-        return at_indices<false>(out, ins_[0], ins_[1], value({numbers[0], numbers[1]}), value({numbers[2], numbers[3]}));
+        return at_indices<false>(out, *ins[0], *ins[1], value({numbers[0], numbers[1]}), value({numbers[2], numbers[3]}));
       case SCATTER:
-        return at_indices<true>(ins_[0], out, ins_[1], value({numbers[0], numbers[1]}), value({numbers[2], numbers[3]}));
-      case MATMUL: return matmul(out, ins_[0], ins_[1]);
-      case LINEAR: return linear(outs_, ins_, numbers);
-      case QUANTIZED_LINEAR: return quantized_linear(outs_, ins_, numbers);
+        return at_indices<true>(*ins[0], out, *ins[1], value({numbers[0], numbers[1]}), value({numbers[2], numbers[3]}));
+      case MATMUL: return matmul(out, *ins[0], *ins[1]);
+      case LINEAR: return linear(outs, ins, numbers);
+      case QUANTIZED_LINEAR: return quantized_linear(outs, ins, numbers);
       case QUANTIZED_ROWS: {
-        const auto* rows = reinterpret_cast<const int64_t*>(ins_[0].data);
-        for (int64_t i = 0; i < ins_[0].count(); ++i)
-          STD_TORCH_CHECK(rows[i] >= 0 && rows[i] < ins_[1].sizes[0] * PANEL, "slipstream::program: index ", rows[i]);
-        return slipstream::read_rows(weights_of(&ins_[1], static_cast<int>(numbers[0])), rows, ins_[0].count(),
+        const auto* rows = reinterpret_cast<const int64_t*>(ins[0]->data);
+        for (int64_t i = 0; i < ins[0]->count(); ++i)
+          STD_TORCH_CHECK(rows[i] >= 0 && rows[i] < ins[1]->sizes[0] * PANEL, "slipstream::program: index ", rows[i]);
+        return slipstream::read_rows(weights_of(&ins[1], numbers[0]), rows, ins[0]->count(),
                                      out.sizes[out.dims - 1], reinterpret_cast<float*>(out.data));
       }
-      case ATTEND: return attend(out, ins_, real(numbers[0]));
+      case ATTEND: return attend(out, ins, real(numbers[0]));
       case GREATEST: {
-        const Array& logits = ins_[0];
+        const Array& logits = *ins[0];
         return slipstream::greatest(number_of(logits),
                                     {logits.data, logits.sizes[0], logits.sizes[1], logits.sizes[2], logits.strides[0],
                                      logits.strides[1]},
-                                    reinterpret_cast<float*>(out.data), reinterpret_cast<int64_t*>(outs_[1].data));
+                                    reinterpret_cast<float*>(out.data), reinterpret_cast<int64_t*>(outs[1]->data));
       }
       case INVERSE:
-        return slipstream::inverse(reinterpret_cast<const float*>(ins_[0].data), ins_[0].sizes[0], ins_[0].sizes[1],
-                                   ins_[0].strides[0], reinterpret_cast<const double*>(ins_[1].data),
+        return slipstream::inverse(reinterpret_cast<const float*>(ins[0]->data), ins[0]->sizes[0], ins[0]->sizes[1],
+                                   ins[0]->strides[0], reinterpret_cast<const double*>(ins[1]->data),
                                    reinterpret_cast<int64_t*>(out.data));
       default:
-        switch (ins_.size()) {
-          case 1: return elementwise(instruction.code, {&out, &ins_[0]});
-          case 2: return elementwise(instruction.code, {&out, &ins_[0], &ins_[1]});
-          case 3: return elementwise(instruction.code, {&out, &ins_[0], &ins_[1], &ins_[2]});
-          default: STD_TORCH_CHECK(false, "slipstream::program: ", ins_.size(), " operands");
+        switch (ins.size()) {
+          case 1: return elementwise(code, {&out, ins[0]});
+          case 2: return elementwise(code, {&out, ins[0], ins[1]});
+          case 3: return elementwise(code, {&out, ins[0], ins[1], ins[2]});
+          default: STD_TORCH_CHECK(false, "slipstream::program: ", ins.size(), " operands");
         }
     }
   }

@@ -114,21 +114,10 @@ struct Packed {
 
   int64_t groups() const { return steps ? steps->size(1) : scales.size(1); }
   int64_t group(int64_t bits) const { return codes.size(1) * QUAD * 8 / bits / groups(); }
-  Zero zero() const {
-    return !zeros ? Zero::MIDDLE : zeros->scalar_type() == ScalarType::Byte ? Zero::CODE : Zero::OFFSET;
-  }
-
-  Scale scale() const {
-    return steps ? Scale::STEPS : scales.scalar_type() == ScalarType::Half ? Scale::FLOAT16 : Scale::BFLOAT16;
-  }
-
   Weights weights(int64_t bits) const {
-    const int64_t blocks = scales.size(1);
-    int shift = 0;
-    while (blocks << shift < groups()) ++shift;
-    return {static_cast<const uint8_t*>(codes.data_ptr()), static_cast<const uint16_t*>(scales.data_ptr()),
-            zeros ? zeros->data_ptr() : nullptr, steps ? static_cast<const int8_t*>(steps->data_ptr()) : nullptr,
-            group(bits), groups(), blocks, static_cast<int>(bits), shift, zero(), scale()};
+    return {codes.data_ptr(), scales.data_ptr(), zeros ? zeros->data_ptr() : nullptr, steps ? steps->data_ptr() : nullptr,
+            codes.size(1) * QUAD, groups(), scales.size(1), bits, zeros && zeros->scalar_type() == ScalarType::Byte,
+            scales.scalar_type() == ScalarType::Half};
   }
 
   void check(int64_t features, int64_t bits) const {
