@@ -64,8 +64,9 @@ def test_media_go_with_texts_and_chats(made: tuple[str, Medium, Path, Path]) -> 
 
 def test_what_cannot_be_read_is_told(made: tuple[str, Medium, Path, Path], tmp_path: Path) -> None:
     _, medium, folder, file = made
-    lost = run("generate", QUESTION, "--target", str(folder), medium.option, str(tmp_path / "none"))
-    assert lost.exit_code and medium.lost in lost.stderr
+    for name, says in ((str(tmp_path / "none"), medium.lost), ("https://example.org/there", "is a web address: load")):
+        lost = run("generate", QUESTION, "--target", str(folder), medium.option, name)
+        assert lost.exit_code and says in lost.stderr
     blind = run("generate", QUESTION, medium.option, str(file))
     assert blind.exit_code and "reads text only here" in blind.stderr
     ids = tmp_path / "ids.jsonl"

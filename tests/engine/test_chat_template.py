@@ -45,7 +45,7 @@ def encoder(template: str | dict[str, str]) -> Encoder:
 
 def written(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
     made = encoder(template)
-    return str(made.tokenizer.decode(made(Chat(messages, **more)))).replace("\n", "")
+    return str(made.tokenizer.decode(made.read(Chat(messages, **more))[0])).replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,8 @@ def test_developers_are_systems_where_only_these_are_known() -> None:
     messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
     assert written(JOINS, messages) == "<system>x<user>y"
     assert written(ROLES, messages) == "developer;user;"
-
-
-def test_developers_are_systems_where_the_word_is_no_role() -> None:
-    named = "{# for developers #}" + ROLES.replace("'developer', ", "")
+    named = "{# for developers #}" + ROLES.replace("'developer', ", "")  # the word is no role there
     ignored = "{% for m in messages if m.role != 'developer' %}{{ m.role }};{% endfor %}"
-    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
     assert written(named, messages) == written(ignored, messages) == "system;user;"
 
 
@@ -112,7 +108,7 @@ def test_published_templates_write_what_they_write_of_messages_in_their_own_form
             options = {"tokenize": False, "add_generation_prompt": True}
             native.append(made.tokenizer.apply_chat_template([LOOP[0], asked, result], tools=[TOOL], **options))
     if made.template.takes_tools and any("7" in each for each in native):
-        ours = made.tokenizer.decode(made(Chat(LOOP, [TOOL])))
+        ours = made.tokenizer.decode(made.read(Chat(LOOP, [TOOL]))[0])
         assert ours.replace("call_1", "000000000") in native
 
 

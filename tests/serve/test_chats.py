@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.engine.media import part_content
 from slipstream.engine.worker import Capacity
 from slipstream.serve.call import Call
 from slipstream.serve.chats import begun
@@ -90,11 +89,3 @@ def test_a_request_that_no_chat_can_be_is_a_400() -> None:
     with pytest.raises(BadRequest, match="top_p") as caught:
         ChatRequest.of({**CHAT, "top_p": 0.0})
     assert caught.value.param == "top_p"
-
-
-@pytest.mark.parametrize("image", ["data:image/png;base64,AAAA", {"url": "data:image/png;base64,AAAA"}])
-def test_an_image_may_be_its_address(image: Any) -> None:
-    message = {"role": "user", "content": [{"type": "image_url", "image_url": image}]}
-    [read] = ChatRequest.model_validate({"messages": [message]}).messages
-    [part] = read.model_dump(exclude_none=True)["content"]
-    assert part_content(part, "messages") == "data:image/png;base64,AAAA"

@@ -88,7 +88,7 @@ def hearing(ears: Path) -> Iterator[httpx.Client]:
 
 
 def image(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": url, "detail": "original"}}
 
 
 def ask(client: httpx.Client, *parts: dict[str, Any]) -> httpx.Response:
@@ -116,6 +116,7 @@ def refuses(client: httpx.Client, says: str, *parts: dict[str, Any]) -> None:
 
 def test_a_chat_about_an_image(seeing: httpx.Client, folder: Path, host: str) -> None:
     parts = [image(url) for url in (data_url(picture(1)), f"http://{host}/picture.png", f"http://{host}/here")]
+    parts.append({"type": "image_url", "image_url": data_url(picture(1))})
     as_the_engine(seeing, slipstream.load(folder), parts, {"type": "image", "image": picture(1)})
 
 

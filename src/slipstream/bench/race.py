@@ -42,7 +42,7 @@ def measure(
     `on_run(done, all, name)` is called before every run. Raises ValueError if prompts, models and settings disagree.
     """
     everyone = contenders or line_up(engine, settings)
-    texts = tuple(engine.encode(prompt) for prompt in prompts)
+    texts = tuple(engine.encode(prompt, whole=True) for prompt in prompts)
     if len(texts) < (most := max(settings.batches)):
         raise ValueError(f"a batch of {most} needs as many prompts, but there are {len(texts)}.")
     longest = (len(engine.frame.begin) if engine.frame else max(map(len, texts))) + settings.max_new_tokens

@@ -60,7 +60,7 @@ def check(
 def _case(engine: Engine, prompts: Sequence[Prompt], settings: CheckSettings, listener: Listener) -> Case:
     if isinstance(engine.decoder.drafter, NoDraft):
         raise ValueError("there is no draft, so there is nothing to check: give a draft model.")
-    texts = tuple(dict.fromkeys(engine.encode(prompt) for prompt in prompts))
+    texts = tuple(dict.fromkeys(engine.encode(prompt, whole=True) for prompt in prompts))
     if not texts:
         raise ValueError("there is no prompt: give at least one.")
     chosen = engine.choose(settings.verify)

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -51,8 +50,8 @@ def answer_as_dict(completion: Completion) -> dict[str, Any]:
 
 Media = opt.panel(
     None,
-    image=opt.own(list[Path] | None, None, "An image that prompts are about, for vision models. Repeatable.", "FILE"),
-    audio=opt.own(list[Path] | None, None, "A sound that the prompts are about, for audio models. Repeatable.", "FILE"),
+    image=opt.own(list[str] | None, None, "An image that prompts are about, for vision models. Repeatable.", "FILE"),
+    audio=opt.own(list[str] | None, None, "A sound that the prompts are about, for audio models. Repeatable.", "FILE"),
 )
 Output = opt.panel(
     "Output",
@@ -92,8 +91,7 @@ def generate(context: typer.Context, prompts: opt.Prompts = None) -> None:
     items, engine = gather(prompts or [], params["file"], params["chat"]), None
     with busy("starting"):
         options = call_options(params, opt.written_parameters(context))
-    media = {"images": list(map(str, params["image"] or ())), "audio": list(map(str, params["audio"] or ()))}
-    items = [with_media(item, media) for item in items]
+    items = [with_media(item, {"images": params["image"] or (), "audio": params["audio"] or ()}) for item in items]
     form = read_form(params)
     with busy("loading"):
         if any(not item.error for item in items):

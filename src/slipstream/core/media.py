@@ -11,7 +11,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 import torch
 from torch import Tensor
@@ -87,15 +87,9 @@ class ReadsMedia(Protocol):
 def check_media(scorer: object, media: Media | None, prompt: Sequence[int], where: str) -> None:
     if media is None:
         return
-    name = getattr(scorer, "name", "the model")
-    read = scorer.modalities if isinstance(scorer, ReadsMedia) else frozenset[Modality]()
-    if unread := media.modalities - read:
-        raise ValueError(
-            f"{where} has {named(unread)}, but {name} reads {only(read)}: leave them out, or take a model that reads "
-            "them."
-        )
+    assert isinstance(scorer, ReadsMedia) and media.modalities <= scorer.modalities, "prompts are checked when read"
     if prompt[-1] in media.placeholders.values():
-        raise ValueError(f"{where} ends with an image or a sound, behind which {name} cannot begin: put a text there.")
+        raise ValueError(f"{where} ends with an image or a sound, behind which no answer begins: put a text there.")
 
 
 def only(modalities: frozenset[Modality]) -> str:
@@ -114,7 +108,7 @@ def open_file(file: bytes | str | Path, where: str) -> BinaryIO:
     try:
         return Path(file).expanduser().open("rb")
     except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror or error}: {file}.") from error
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}: {str(file)[:256]}.") from error
 
 
 def data_url(url: str, where: str) -> bytes:
@@ -122,13 +116,14 @@ def data_url(url: str, where: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise ValueError(f"{where} is no data: URL, which has a comma before its content.")
-    content = unquote_to_bytes(body)
-    return base64_content(content, f"{where} is a data: URL whose content") if head.endswith(";base64") else content
+    if head.endswith(";base64"):
+        return base64_content(unquote(body), f"{where} is a data: URL whose content")
+    return unquote_to_bytes(body)
 
 
-def base64_content(text: str | bytes, where: str) -> bytes:
-    """Decode base64. Raises ValueError, in which `where` names the text, for anything else."""
+def base64_content(text: str, where: str) -> bytes:
+    """Decode base64, perhaps in lines. Raises ValueError, in which `where` names the text, for anything else."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"{where} is no base64: {error}.") from None

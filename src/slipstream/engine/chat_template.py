@@ -37,12 +37,21 @@ NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 class ChatTemplate:
     """The chat template of `owner`, a tokenizer or a processor: what it takes is found out by rendering it.
-    A processor's template takes contents in `parts`. `source` is the template itself."""
+    `source` is the template itself. `in_parts`: it takes contents in parts, as those of processors do, unless it fails
+    then or writes the parts as Python does, and takes texts."""
 
-    def __init__(self, owner: Any, parts: bool = False) -> None:
-        self._owner, self._parts = owner, parts
-        template = owner.chat_template
+    def __init__(self, owner: Any, of_processor: bool = False) -> None:
+        self._owner, template, self.in_parts = owner, owner.chat_template, of_processor
         self.source = "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        if of_processor and "'type'" in (self._rendered([self._message("user")]) or "'type'"):
+            self.in_parts = self._rendered([{"role": "user", "content": "x"}]) is None
+
+    def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
+        """Return the text of a chat, or its token ids with `tokenize`. Raises ValueError for one that is refused."""
+        try:
+            return self._owner.apply_chat_template(list(messages), tools=tools, return_dict=False, **options)
+        except Exception as error:  # chat templates are programs and may raise any error
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def fit(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages, as any client writes them, in the forms that the template takes.
@@ -128,29 +137,19 @@ class ChatTemplate:
         return self._rendered([self._message("user"), asked, result], [TOOL])
 
     def _message(self, role: str, text: str = "x") -> dict[str, Any]:
-        return {"role": role, "content": [{"type": "text", "text": text}] if self._parts else text}
+        return {"role": role, "content": [{"type": "text", "text": text}] if self.in_parts else text}
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str | None:
         try:
-            return str(
-                self._owner.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception:  # chat templates are programs and may raise any error
+            return str(self.write(messages, tools, tokenize=False, add_generation_prompt=True))
+        except ValueError:
             return None
 
 
-def template_of(tokenizer: Any, media: Any) -> ChatTemplate | None:
-    """Return the chat template of a `MediaProcessor`, or else of a tokenizer; None if there is none."""
-    in_parts = media is not None and media.chats
-    owner = media.processor if in_parts else tokenizer
-    source = getattr(owner, "chat_template", None)
-    return _known(owner, str(source), in_parts) if source else None
-
-
 @lru_cache(maxsize=8)
-def _known(owner: Any, source: str, parts: bool) -> ChatTemplate:
+def chat_template(owner: Any, source: str, of_processor: bool) -> ChatTemplate:
     """Return a chat template, which is looked at once unless its source changes."""
-    return ChatTemplate(owner, parts)
+    return ChatTemplate(owner, of_processor)
 
 
 def _function(call: Message) -> Message:

@@ -210,10 +210,12 @@ class Engine:
                 requests = [Request((0, 0), sampler, 2 * (1 + most), key=key, source=source) for key in range(count)]
                 deque(rounds(decoder, requests), maxlen=0)
 
-    def encode(self, prompt: Prompt | Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the prompt's token ids; for an encoder-decoder, those of the source.
-        Raises ValueError for a prompt that is empty or too long, and for a text without a tokenizer."""
+    def encode(self, prompt: Prompt | Mapping[str, Any], whole: bool = False) -> tuple[int, ...]:
+        """Return the prompt's token ids; for an encoder-decoder, those of the source. Raises ValueError for a prompt
+        that is empty or too long, a text without a tokenizer, and, if ids are the `whole` prompt, images and sounds."""
         ids, media = self.encoder.read(read_prompt(prompt))
+        if media is not None and whole:
+            raise ValueError("a prompt has images or sounds, which only the other commands read: give texts alone.")
         if isinstance(ids, Tensor):
             raise ValueError("audio features have no token ids: only `generate` and `stream` take them.")
         begin, source = framed(self.frame, ids)

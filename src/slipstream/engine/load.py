@@ -248,6 +248,9 @@ def load(
     drafts, steering = (NoDraft(), Fixed(0)) if draft is None else (drafter(draft, context), steering)
     decoder = Decoder(scorer, drafts, controller=steering, batch_size=how.batch_size, verification=verification)
     decoder, (media, notes) = replace(decoder, compiled=how.compile), _media(scorer, how.processor)
+    if media is not None and tokenizer is not None:  # a chat template that is stored with one is for both
+        own_template, its = (getattr(each, "chat_template", None) for each in (tokenizer, media.processor))
+        tokenizer.chat_template, media.processor.chat_template = own_template or its, its or own_template
     notes += [*_notes(context, decoder, media is not None, proposes=draft is made is None), *own.notes]
     exact = how.exact_shape and draft is not None
     engine = Engine(decoder, tokenizer, own.eos, chosen, exact, notes, framing, media, own)
@@ -266,13 +269,8 @@ def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str
         if processor is not None:
             raise ValueError(f"{scorer.name} reads text only, so it has no use for a processor: leave it out.")
         return None, []
-    if processor is not None:
-        media = MediaProcessor.with_processor(processor, scorer.model)
-        for modality in media.modalities:
-            try_media(scorer, media, modality)
-        return media, []
     try:
-        media, faults = MediaProcessor.of(scorer.model), list[str]()
+        media, faults = MediaProcessor.of(scorer.model, processor), list[str]()
     except ValueError as error:
         return None, [f"{scorer.name} reads {only(frozenset())} here: {error}"]
     for modality in sorted(media.modalities):
@@ -282,6 +280,8 @@ def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str
             media = media.without(modality)
             faults.append(str(error))
     notes = [f"{scorer.name} reads {only(media.modalities)} here: {' '.join(faults)}"] if faults else []
+    if notes and processor is not None:
+        raise ValueError(notes[0])
     return media if media.modalities else None, notes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +30,17 @@ def open_image(image: Any) -> Image:
     """Open an image: a Pillow image, file, `data:` URL, bytes, or uint8 array (height, width, 3) -> an RGB image.
     Raises ValueError for anything else, for damaged files, and for encoded images of more than `PIXELS` pixels."""
     pillow = _pillow()
-    if isinstance(image, pillow.Image):
-        return image.convert("RGB")
+    if isinstance(image, pillow.Image.Image):
+        try:
+            return image.convert("RGB")
+        except Exception as error:
+            raise ValueError(f"an image is damaged: {error}.") from error
     if isinstance(image, np.ndarray | Tensor):
         array = np.asarray(image)
-        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
             about = f"an image is an array of shape {array.shape} and {array.dtype}"
             raise ValueError(f"{about}: pass one of (height, width, 3) and uint8.")
-        return pillow.fromarray(array)
+        return pillow.Image.fromarray(array)
     if not isinstance(image, bytes | str | Path):
         kind = type(image).__name__
         raise ValueError(f"an image is of type {kind}: pass an image of Pillow, a file, a data: URL or an array.")
@@ -46,30 +49,28 @@ def open_image(image: Any) -> Image:
 
 
 def decode(content: bytes, where: str, pixels: int = PIXELS) -> Image:
-    """Decode the bytes of an image file of at most so many pixels -> an RGB image."""
+    """Decode the bytes of an image file of at most so many pixels -> an RGB image, turned as its EXIF data say."""
     pillow = _pillow()
     try:
-        image = pillow.open(io.BytesIO(content), formats=FORMATS)
+        image = pillow.Image.open(io.BytesIO(content), formats=FORMATS)
+        if image.width * image.height <= pixels:
+            return pillow.ImageOps.exif_transpose(image).convert("RGB")
+        found = f"{image.width} x {image.height}"
     except pillow.UnidentifiedImageError:
         raise ValueError(f"{where} is none that can be opened: take one of {', '.join(FORMATS)}.") from None
+    except pillow.Image.DecompressionBombError:
+        found = "far too many"
     except Exception as error:  # Pillow raises errors of any type for damaged files
         raise ValueError(f"{where} is damaged: {error}.") from error
-    if image.width * image.height > pixels:
-        raise ValueError(
-            f"{where} has {image.width} x {image.height} pixels, and at most {pixels} are taken: scale it down."
-        )
-    try:
-        return image.convert("RGB")
-    except Exception as error:
-        raise ValueError(f"{where} is damaged: {error}.") from error
+    raise ValueError(f"{where} has {found} pixels, and at most {pixels} are taken: scale it down.")
 
 
 def _pillow() -> Any:
     try:
-        from PIL import Image as pillow
+        import PIL.ImageOps
     except ImportError:
         raise ValueError("images need Pillow: pip install 'slipstream[vision]'.") from None
-    return pillow
+    return PIL
 
 
 PART_TYPES = {  # the kind of media by the "type" of a message part, in the names of OpenAI and of transformers
@@ -148,6 +149,18 @@ def in_parts(message: Mapping[str, Any], rate: int) -> dict[str, Any]:
         for part in content or ()
     ]
     return {**message, "content": parts} if parts else dict(message)
+
+
+def contents(messages: Sequence[Any]) -> dict[Modality, list[Any]]:
+    """Return the images and sounds in messages with contents in parts, in order."""
+    parts = [part for message in messages for part in message["content"]]
+    return {kind: [part[name] for part in parts if part.get("type") == name] for kind, name in NAMES.items()}
+
+
+def in_text(message: Mapping[str, Any], mark: Callable[[Modality], str]) -> dict[str, Any]:
+    """Return a message with its content in parts as a text, with a mark for each image and sound."""
+    parts = [(part_modality(part), part) for part in message["content"]]
+    return {**message, "content": "".join(mark(kind) if kind else part["text"] for kind, part in parts)}
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from torch import Tensor
 from slipstream.core.media import Media, Modality, named, only
 from slipstream.core.source import Source, SourceFrame
 from slipstream.core.values import OptionError, is_whole
-from slipstream.engine.chat_template import WITHHELD, ChatTemplate, template_of
+from slipstream.engine.chat_template import WITHHELD, ChatTemplate, chat_template
 from slipstream.engine.media import (
     FIELDS,
     TextLimit,
     TextWithMedia,
+    contents,
     in_parts,
+    in_text,
     media_in,
     media_part,
     open_medium,
@@ -276,70 +278,55 @@ class Encoder:
     spelling: Spelling | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, Media | None]:
-        """Return token ids or audio features, as `__call__` does, and the media that some of the ids stand for."""
-        if self.limit is not None and not isinstance(prompt, Tensor | tuple):
+        """Return token ids, or audio features unchanged, and the media that some of the ids stand for."""
+        if isinstance(prompt, Tensor | tuple):
+            return prompt, None
+        if self.limit is not None:
             self.limit.check(vars(prompt) if isinstance(prompt, Chat | TextWithMedia) else prompt, "the prompt")
-        processor, chats = self.media, isinstance(prompt, Chat | list)
-        if processor is None or not (isinstance(prompt, TextWithMedia) or (chats and processor.chats)):
-            return self(prompt), None
-        self._check(modalities(prompt))
+        processor, kinds = self.media, modalities(prompt)
+        if kinds - (read := processor.modalities if processor else frozenset()):
+            raise ValueError(
+                f"the prompt has {named(kinds - read)}, but {self.name} reads {only(read)} here: leave them out, or "
+                "take a model that reads them, with its processor."
+            )
+        tokenizer = self.needed()
+        if isinstance(prompt, str):
+            return tuple(tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"]), None
         if isinstance(prompt, TextWithMedia):
+            assert processor is not None, "without one, images and sounds are refused"
             opened = {
                 modality: [open_medium(modality, each, processor.rate) for each in items]
                 for modality, items in prompt.media.items()
             }
             return processor.text(prompt.text, opened)
-        chat = self._fitted(prompt)
-        messages = [in_parts(message, processor.rate) for message in chat.messages]
-        try:
-            return processor.chat(messages, chat.tools, dict(chat.template_kwargs or {}))
-        except Exception as error:  # chat templates are programs and may raise any error
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-    def _check(self, kinds: frozenset[Modality]) -> None:
-        read = self.media.modalities if self.media else frozenset[Modality]()
-        if kinds - read:
-            raise ValueError(
-                f"the prompt has {named(kinds - read)}, but {self.name} reads {only(read)} here: leave them out, or "
-                "take a model that reads them, with its processor."
-            )
-
-    def __call__(self, prompt: Prompt) -> tuple[int, ...] | Tensor:
-        """Return the token ids of a prompt; audio features are returned unchanged."""
-        if isinstance(prompt, Tensor | tuple):
-            return prompt
-        self._check(modalities(prompt))
-        tokenizer = self.needed()
-        if isinstance(prompt, str):
-            return tuple(tokenizer(f"{self.frame.prefix}{prompt}" if self.frame else prompt)["input_ids"])
-        chat = self._fitted(prompt)
+        if (template := self.template) is None:
+            raise ValueError(f"{self.name} has no chat template; pass the prompt as text.")
+        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(cast("Any", prompt)), "the prompt")
+        if chat.tools:
+            template.check_tools(self.name)
+        messages = template.fit(chat.messages)
         variables = {"add_generation_prompt": True, **(chat.template_kwargs or {})}
-        try:
-            ids = tokenizer.apply_chat_template(list(chat.messages), tools=chat.tools, return_dict=False, **variables)
-            return tuple(ids)
-        except Exception as error:  # chat templates are programs and may raise any error
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        if processor is None:
+            return tuple(template.write(messages, chat.tools, **variables)), None
+        messages = [in_parts(message, processor.rate) for message in messages]
+        media = contents(messages)
+        if not template.in_parts:
+            messages = [in_text(message, processor.mark) for message in messages]
+        # It only writes the text: what it has no variable for would go to the processor, which opens files.
+        return processor.chat(template.write(messages, chat.tools, **variables, tokenize=False), media)
 
     @property
     def template(self) -> ChatTemplate | None:
-        return template_of(self.tokenizer, self.media)
-
-    def _fitted(self, prompt: Any) -> Chat:
-        if self.template is None:
-            raise ValueError(f"{self.name} has no chat template; pass the prompt as text.")
-        chat = _chat(prompt if isinstance(prompt, Chat) else Chat(prompt), "the prompt")
-        if chat.tools:
-            self.template.check_tools(self.name)
-        return replace(chat, messages=self.template.fit(chat.messages))
+        owner = self.tokenizer if self.media is None else self.media.processor
+        source = getattr(owner, "chat_template", None)
+        return chat_template(owner, str(source), self.media is not None) if source else None
 
     def text(self, prompt: Prompt, ids: Source, decode: Decode) -> str:
         """Return the text of a prompt, decoded from its `ids` if need be, for `echo`. Raises ValueError for audio."""
         prompt = prompt.text if isinstance(prompt, TextWithMedia) else prompt
         if isinstance(ids, Tensor):
             raise OptionError("echo is not possible for audio features, which have no text: leave it out.")
-        if isinstance(prompt, str):
-            return prompt
-        return decode(ids)
+        return prompt if isinstance(prompt, str) else decode(ids)
 
     def needed(self) -> Any:
         if self.tokenizer is None:

@@ -62,10 +62,10 @@ def opened(sound: Any, rate: int, longest: float | None = None) -> Iterator[Soun
     if isinstance(sound, Tensor):
         sound = sound.numpy(force=True)
     if isinstance(sound, np.ndarray):
-        if sound.ndim != 1 or not np.issubdtype(sound.dtype, np.floating) or not sound.size:
+        if sound.ndim != 1 or sound.dtype.kind != "f" or not sound.size or not np.isfinite(sound).all():
             raise ValueError(
-                f"the sound is an array of shape {sound.shape} and {sound.dtype}: pass numbers in -1 .. 1, "
-                f"of shape (n,), {rate} per second."
+                f"the sound is an array of shape {sound.shape} and {sound.dtype}: pass numbers in -1 .. 1, none of "
+                f"them NaN, of shape (n,), {rate} per second."
             )
         yield Sound(lambda first, stop: sound[first:stop].astype(np.float32), len(sound), rate, rate)
         return
@@ -88,8 +88,8 @@ def _wav(stream: BinaryIO, rate: int) -> Sound:
     """Open a WAV file, whose channels are averaged. Raises wave.Error or EOFError for others."""
     file = wave.open(stream)  # noqa: SIM115 -- it is the stream that is closed
     width, channels, own = file.getsampwidth(), file.getnchannels(), file.getframerate()
-    if width not in WIDTHS:
-        raise ValueError(f"the file has samples of {8 * width} bits: use 8, 16, 24 or 32.")
+    if width not in WIDTHS or not own:
+        raise ValueError(f"the file has {own} samples per second of {8 * width} bits: use some, of 8, 16, 24 or 32.")
 
     def read(first: int, stop: int) -> np.ndarray:
         file.setpos(first)
@@ -123,5 +123,6 @@ def _other(stream: BinaryIO, rate: int) -> Sound:
         file = soundfile.SoundFile(stream)
         file.read(1)
     except Exception as error:  # soundfile raises its own error types
-        raise ValueError(f"the file holds no sound that can be read: {error}") from None
+        reason = str(error).rpartition(">: ")[2]  # what is before it names the stream
+        raise ValueError(f"the file holds no sound that can be read: {reason}") from None
     return Sound(read, file.frames, file.samplerate, rate)

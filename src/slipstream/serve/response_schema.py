@@ -19,7 +19,7 @@ class InputImage(Body):
     others = published.PART
     type: Literal["input_image"]
     image_url: str = Field(description="A data: URL, or an address at a host that the server's operator allowed.")
-    detail: Literal["auto", "low", "high"] | None = Field(None, description="Taken, and left to the model's processor.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(None, description="Left to the processor.")
 
 
 Content = str | list[Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]]

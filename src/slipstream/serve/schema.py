@@ -87,7 +87,7 @@ class ImageUrl(Body):
     """The address of an image: a data: URL that holds it, or a host that the operator allowed."""
 
     url: str = Field(description="A data: URL, or an address at a host that the server's operator allowed.")
-    detail: Literal["auto", "low", "high"] | None = Field(None, description="Taken, and left to the model's processor.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(None, description="Left to the processor.")
 
 
 class ImagePart(Body):

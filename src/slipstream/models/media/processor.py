@@ -156,18 +156,15 @@ class MediaProcessor:
     placeholders: Mapping[Modality, int]
 
     @staticmethod
-    def of(model: Any) -> MediaProcessor:
+    def of(model: Any, processor: Any = None) -> MediaProcessor:
+        """Return that of a model, with the processor that is stored with it unless one is given."""
         try:
-            processor = load_processor(model.config.name_or_path)
+            processor = load_processor(model.config.name_or_path) if processor is None else processor
         except Exception as error:  # of any type, depending on the files and on what is installed
-            reason = " ".join(str(error).split())
-            raise ValueError(f"its processor cannot be loaded: {reason[:300]}") from error
+            reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+            raise ValueError(f"its processor cannot be loaded: {reason}.") from error
         if not hasattr(processor, "tokenizer"):
-            raise ValueError("no processor is stored with it")
-        return MediaProcessor.with_processor(processor, model)
-
-    @staticmethod
-    def with_processor(processor: Any, model: Any) -> MediaProcessor:
+            raise ValueError("no processor for both texts and media is stored with it.")
         parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _sound_part(processor)}
         placeholders = {
             each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
@@ -189,20 +186,19 @@ class MediaProcessor:
         """The sampling rate, in Hz, of the sound that the model reads; 0 for a model that reads no sound."""
         return _sound_part(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
 
-    @property
-    def chats(self) -> bool:
-        return bool(getattr(self.processor, "chat_template", None))
+    def mark(self, modality: Modality) -> str:
+        """Return what stands in texts for an image or a sound; "" if the processor has nothing for it."""
+        return str(getattr(self.processor, PLACEHOLDERS[modality], None) or "")
 
-    def chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any]) -> TokensAndMedia:
-        options = {"add_generation_prompt": True, **variables, "tokenize": True, "return_dict": True}
-        return self._read(
-            self.processor.apply_chat_template(list(messages), tools=tools, return_tensors="pt", **options)
-        )
+    def chat(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
+        """Return the token ids and media of what a chat template wrote, with a placeholder for each of the media."""
+        begin = self.processor.tokenizer.bos_token
+        return self._read(text, media, **({"add_special_tokens": False} if begin and text.startswith(begin) else {}))
 
     def text(self, text: str, media: Mapping[Modality, Sequence[Any]]) -> TokensAndMedia:
         """Return the token ids and media of a text; media go before a text that has no placeholders for them."""
         for modality in reversed(Modality):  # so that images come first
-            count, mark = len(media.get(modality, ())), getattr(self.processor, PLACEHOLDERS[modality], None)
+            count, mark = len(media.get(modality, ())), self.mark(modality)
             if not count or not mark:
                 continue
             if mark not in text:
@@ -211,19 +207,27 @@ class MediaProcessor:
                 start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
                 text = f"{start}{mark}{end}" * count + text
             elif text.count(mark) != count:
-                what = modality.value
-                raise ValueError(f"the prompt has {count} {what}, but {mark} stands in it {text.count(mark)} times.")
-        inputs: dict[str, Any] = {}
+                raise ValueError(
+                    f"the prompt has {count} {modality.value}, but {mark} stands in it {text.count(mark)} times."
+                )
+        return self._read(text, media)
+
+    def _read(self, text: str, media: Mapping[Modality, Sequence[Any]], **inputs: Any) -> TokensAndMedia:
         if images := media.get(Modality.IMAGE):
             inputs["images"] = [list(images)]
         if sounds := media.get(Modality.AUDIO):
             inputs["audio"], inputs["sampling_rate"] = list(sounds), self.rate
-        return self._read(self.processor(text=[text], return_tensors="pt", **inputs))
-
-    def _read(self, made: Any) -> TokensAndMedia:
+        try:
+            made = self.processor(text=[text], return_tensors="pt", **inputs)
+        except Exception as error:  # of any type, from the processor's own code
+            raise ValueError(f"its processor cannot read the prompt: {first_sentence(error)}") from error
+        for name in {"feature_attention_mask", "input_features_mask"} & made.keys():  # 1 for the frames of a sound
+            heard = int(made[name].sum()) * _sound_part(self.processor).hop_length / self.rate
+            if heard < 0.99 * (given := sum(map(len, sounds or ())) / self.rate):
+                raise ValueError(f"the prompt has {given:.0f} s of sound, but the model hears {heard:.0f} s: cut it.")
         ids = tuple(made["input_ids"][0].tolist())
-        rest = {name: made[name] for name in made.keys() - {"input_ids", "attention_mask"}}
-        tensors = {name: each for name, each in rest.items() if isinstance(each, Tensor)}
+        rest = made.keys() - {"input_ids", "attention_mask"}
+        tensors = {name: made[name] for name in rest if isinstance(made[name], Tensor)}
         along = {name: each for name, each in tensors.items() if name.endswith("token_type_ids")}
         inputs = {name: each for name, each in tensors.items() if name not in along}
         if not inputs:
@@ -237,27 +241,16 @@ def _sound_part(processor: Any) -> Any:
 
 
 PROVEN = {
-    Modality.IMAGE: frozenset(
-        {
-            *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-            *("Qwen3_5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration"),
-            *("Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration"),
-            "SmolVLMForConditionalGeneration",
-        }
-    ),
-    Modality.AUDIO: frozenset(
-        {
-            *("Qwen2AudioForConditionalGeneration", "AudioFlamingo3ForConditionalGeneration"),
-            *("GlmAsrForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"),
-            "Qwen3ASRForConditionalGeneration",
-        }
-    ),
+    Modality.IMAGE: "Qwen2_5_VL Qwen3VL Qwen3_5 Gemma3 Llava Mistral3 InternVL SmolVLM",
+    Modality.AUDIO: "Qwen2Audio AudioFlamingo3 GlmAsr Qwen2_5OmniThinker Qwen3ASR",
 }
-"""The model classes whose texts with media the tests compare with `generate`; any other has to pass `try_media`."""
+"""The model classes, without "ForConditionalGeneration", whose texts with media the tests compare with `generate`; any
+other has to pass `try_media`."""
 
 
 def proven_modalities(model: Any) -> frozenset[Modality]:
-    return frozenset(each for each, names in PROVEN.items() if type(model).__name__ in names)
+    name = type(model).__name__.removesuffix("ForConditionalGeneration")
+    return frozenset(each for each, names in PROVEN.items() if name in names.split())
 
 
 def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> None:
@@ -279,7 +272,8 @@ def try_media(scorer: Any, processor: MediaProcessor, modality: Modality) -> Non
 @torch.inference_mode()
 def _gap(scorer: Any, processor: MediaProcessor, modality: Modality) -> tuple[float, float]:
     if modality is Modality.IMAGE:  # one that gets brighter from top to bottom
-        example = np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
+        values = np.linspace(0, 255, 64 * 64 * 3).astype(np.uint8).reshape(64, 64, 3)
+        example: Any = transformers.image_transforms.to_pil_image(values)  # some processors take no arrays
     else:  # one second of a rising tone
         seconds = np.arange(processor.rate, dtype=np.float32) / processor.rate
         example = np.sin(2 * np.pi * (200 + 400 * seconds) * seconds).astype(np.float32)
