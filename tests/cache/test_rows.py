@@ -166,6 +166,8 @@ def test_a_row_can_begin_with_what_another_cache_holds() -> None:
                 for layer in range(LAYERS)
             }
             cache.fill(row, layers, len(text))
+        with pytest.raises(ValueError, match="it keeps keys of its own in layers 7, 8"):
+            cache.fill(0, {**layers, 8: layers[0], 7: layers[0]}, 3)
         assert cache.lengths == [3, 300]
         seen = run_pass(cache, [[8], [9]])
         assert_seen([(keys[:1], values[:1]) for keys, values in seen], [[5, 6, 7, 8]])

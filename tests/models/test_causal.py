@@ -20,12 +20,12 @@ from slipstream.core.draft import Tree
 from slipstream.core.protocols import Shape
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import plain
-from slipstream.execution.passes import Sight
+from slipstream.execution.passes import Mode, Sight
 from slipstream.models import causal as models
 from slipstream.models import families as facts
 from slipstream.models.causal import CausalScorer
 from slipstream.models.families import PROVEN, is_proven
-from slipstream.models.loading.load import find_tokenizer, load_model, load_tokenizer
+from slipstream.models.loading.load import find_tokenizer, load_model, load_scorer, load_tokenizer
 from toys import BART, FAMILIES, GPT, GREEDY, HF_VOCAB, LLAMA, PROBED, SEQ2SEQ, WINDOW, Family, rare, request, tiny
 
 EVERY = {**FAMILIES, **PROBED}
@@ -80,7 +80,7 @@ def test_a_class_of_others_with_a_proven_name_is_tried() -> None:
     """With its cache in floats: one in 8 bits would give other logits than the model's own."""
     kind = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {})
     assert not is_proven(model := kind(transformers.LlamaConfig(**LLAMA)).eval())
-    assert CausalScorer(model, kv_dtype="int8").kv_dtype == "int8"
+    assert load_scorer(model, mode=Mode(packed=True, kv_dtype="int8")).way == "length"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

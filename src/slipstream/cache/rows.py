@@ -133,7 +133,10 @@ class RowCache:
 
     @torch.inference_mode()
     def fill(self, row: int, layers: Mapping[int, tuple[Tensor, Tensor]], length: int) -> None:
-        """Set a row to `length` tokens; layers have keys and values (heads, count, head_dim) of the last `count`."""
+        """Set a row to `length` tokens; layers have keys and values (heads, count, head_dim) of the last `count`.
+        Raises ValueError for layers that texts have no keys in: programs have no inputs for them."""
+        if self._layers and (others := layers.keys() - self._layers.keys()):
+            raise ValueError(f"it keeps keys of its own in layers {', '.join(map(str, sorted(others)))}.")
         self._resize(slots=length + 1)
         for layer, (keys, values) in layers.items():
             part = self._store(layer, slice(row, row + 1), keys[None], values[None])

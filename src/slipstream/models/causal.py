@@ -163,6 +163,8 @@ class CausalScorer(OnMemory):
         self.fix_shape(None)
         if not self.facts.proven:
             probe(self, model.config.get_text_config().model_type)
+            if execution and kv_dtype:  # what was recorded in the trial reads other stores
+                self._runner.execution = execution = execution.of(cast("Any", decoder or model), self.name)
         self._memory.clear(store_format(kv_dtype))  # only now, since the probe compares with the model's own cache
         self.fix_shape(None)
         if decoder is None and isinstance(execution, Native):
