@@ -112,7 +112,8 @@ def test_published_templates_write_what_they_write_of_messages_in_their_own_form
         assert ours.replace("call_1", "000000000") in native
 
 
-def test_empty_lists_of_calls_are_dropped() -> None:
+def test_refusals_are_contents_and_empty_lists_of_calls_are_dropped() -> None:
+    assert written(JOINS, [{"role": "assistant", "content": None, "refusal": "no"}]) == "<assistant>no"
     template = "{% for m in messages %}{{ 'tool_calls' in m }}{{ m.content }};{% endfor %}"
     assert written(template, [{"role": "assistant", "content": "x", "tool_calls": []}]) == "Falsex;"
 
@@ -130,10 +131,6 @@ def test_results_have_the_names_of_their_functions() -> None:
     assert written(NAMES, [*LOOP[:2], {**LOOP[2], "tool_call_id": "other"}]).endswith("tool()7;")
     nameless = {**LOOP[1], "tool_calls": [{"function": CALL["function"]}]}
     assert written(NAMES, [LOOP[0], nameless, {"role": "tool", "content": "7"}]).endswith("tool(add)7;")
-
-
-def test_refusals_are_contents() -> None:
-    assert written(JOINS, [{"role": "assistant", "content": None, "refusal": "no"}]) == "<assistant>no"
 
 
 def test_tools_that_a_template_ignores_are_an_error() -> None:

@@ -81,7 +81,6 @@ def test_a_chat_template_of_either_takes_images(engine: Engine, folder: Path, te
 
 
 def test_variables_of_a_chat_do_not_reach_the_processor(engine: Engine) -> None:
-    """It would open files and addresses, and change the picture."""
     messages: list[Any] = [{"role": "user", "content": [{"type": "image", "image": picture(1, 40)}]}]
     variables = {"images": ["/there/is/none.png"], "do_resize": False, "processor_kwargs": {"do_resize": False}}
     (ids, media), (theirs, its) = map(engine.encoder.read, (Chat(messages, None, variables), messages))
@@ -133,7 +132,6 @@ def test_photos_are_turned_as_transformers_turns_them(tmp_path: Path) -> None:
     exif[274] = 6  # the camera stood upright
     picture(1, 40).resize((40, 20)).save(file, exif=exif)
     assert np.array_equal(np.asarray(open_image(file)), np.asarray(load_image(str(file))))
-    assert open_image(file).size == (20, 40)
 
 
 def test_only_texts_are_measured_and_checked(folder: Path) -> None:
@@ -173,7 +171,7 @@ def test_small_files_with_very_many_pixels_are_refused(side: int, says: str) -> 
 
 
 def test_prompts_that_say_nothing_are_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="has 1 images, but <image> stands in it 2 times"):
+    with pytest.raises(ValueError, match="has 1 images, but <image> is there 2 times"):
         engine.generate({"text": "<image><image>x", "images": [picture(1)]})
     with pytest.raises(ValueError, match="its processor cannot read the prompt: Found 1 <image> tokens"):
         engine.generate([{"role": "user", "content": "<image>"}])

@@ -63,7 +63,7 @@ def test_what_cannot_be_heard_is_refused(engine: Engine) -> None:
     silent = wav(sound(1))[:24] + bytes(4) + wav(sound(1))[28:]
     for prompt, says in (
         ({"text": TEXT, "images": [picture(1)]}, "has images, but .* reads text and sounds only here"),
-        ({"text": TEXT, "audio": [sound(1), sound(2)]}, r"has 2 sounds, but <\|AUDIO\|> stands in it 1 times"),
+        ({"text": TEXT, "audio": [sound(1), sound(2)]}, r"has 2 sounds, but <\|AUDIO\|> is there 1 times"),
         ({"text": TEXT, "audio": ["/there/is/none.wav"]}, "the sound cannot be read: No such file"),
         ({"text": TEXT, "audio": ["https://example.org/a.wav"]}, "the sound is a web address"),
         ({"text": TEXT, "audio": [b"no sound"]}, "holds no sound that can be read: Format not recognised"),

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.prefixes import Recalling
-from slipstream.core.law import token_logprobs, wide
+from slipstream.core.law import Fault, token_logprobs, wide
 from slipstream.core.media import ReadsMedia
 from slipstream.core.protocols import Scorer
 from slipstream.core.request import Row
 from slipstream.core.round import Stopwatch
 from slipstream.core.source import same_source
+from slipstream.core.values import first_sentence
 
 SCORED = 128  # the most tokens of a prompt that are scored at once: their logits take as many times the vocabulary
 
@@ -110,7 +111,16 @@ class PromptReader:
                 known = self._store.recall(place, group.text, group.rows[0].request.cache_salt)
                 group.rows[0].stats.cached += 0 if group.rows[0].output else known
         pieces = self._pieces(first, self.target.lengths[first:])
-        silent = [[] if group.is_scored else piece for group, piece in zip(self.groups, pieces, strict=True)]
+        silent = [list[int]() if group.is_scored else piece for group, piece in zip(self.groups, pieces, strict=True)]
+        for place, group in enumerate(self.groups):
+            if group.has_media and (piece := silent[place]):
+                silent[place] = []
+                try:
+                    self.target.prefill([piece], first + place)
+                except Exception as error:  # of any type, from the model's own code: it ends these rows alone
+                    fault = Fault.of(f"the model fails on the images or sounds: {first_sentence(error)}", error)
+                    for row in group.rows:
+                        row.finish_reason, row.error = "error", fault
         if any(silent):
             self.target.prefill(silent, first)
         # The texts that are scored are fed each by itself, since every logit of them is needed.

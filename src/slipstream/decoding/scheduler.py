@@ -236,7 +236,7 @@ def check_request(target: Scorer, request: Request, index: int) -> None:
             f"prompt {index} has {length} tokens, but {target.name} holds {target.context}; "
             f"shorten it to at most {target.context - 1}."
         )
-    check_media(target, request.media, request.prompt, f"prompt {index}")
+    check_media(request.media, request.prompt, f"prompt {index}")
     check_source(target.source_form, request.source, f"prompt {index}", target.name)
     if not 0 <= min(request.prompt) <= max(request.prompt) < target.vocab:
         raise ValueError(f"prompt {index} has token ids outside 0..{target.vocab - 1}, which {target.name} knows.")

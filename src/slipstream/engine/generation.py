@@ -187,13 +187,14 @@ class Job:
         """Play rounds to the end -> each piece, with the index of its generation."""
         with Scheduler(self.decoder) as scheduler:
             self.begin(scheduler)
+            without_rounds = dict(enumerate(self.generations))  # whose prompts are only scored, or fail
             for round in scheduler.rounds():
                 for place, row in enumerate(round.rows):
+                    without_rounds.pop(row.index, None)
                     for piece in self.generations[row.index].follow(round, place):
                         yield row.index, piece
-            for index, one in enumerate(self.generations):
-                if not one.request.max_new_tokens:  # its prompt was scored, without a round
-                    yield index, one.end()
+            for index, one in without_rounds.items():
+                yield index, one.end()
 
     def pieces(self) -> Iterator[Piece]:
         with closing(self.stream()) as stream:  # type: ignore[type-var]

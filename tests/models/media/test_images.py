@@ -88,6 +88,15 @@ def test_images_are_not_mixed_up_by_stored_prefixes_or_equal_tokens() -> None:
     assert not len(cache)
 
 
+def test_images_that_the_model_fails_on_end_their_row_alone() -> None:
+    model, asked = tiny_vision("llava"), ragged("llava")
+    wanted = [generated(model, each.prompt, each.media, TOKENS) for each in asked]
+    asked[1] = replace(asked[1], media=asked[0].media)  # one image, and two in its prompt
+    rows = generate(Decoder(load_scorer(model), Lookup(), controller=Fixed(4)), asked)
+    assert [row.output for row in rows] == [wanted[0], [], *wanted[2:]]
+    assert rows[1].error and "the model fails on the images or sounds: Image features and" in rows[1].error
+
+
 def test_what_cannot_be_read_is_refused() -> None:
     prompt, images = illustrated("llava", 3, 5)
     target = Decoder(load_scorer(tiny_vision("llava")), Lookup(), controller=Fixed(0))

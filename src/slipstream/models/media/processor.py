@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +178,7 @@ class MediaProcessor:
         return frozenset(self.placeholders)
 
     def without(self, modality: Modality) -> MediaProcessor:
-        left = {each: token for each, token in self.placeholders.items() if each is not modality}
-        return MediaProcessor(self.processor, self.config, left)
+        return replace(self, placeholders={name: id for name, id in self.placeholders.items() if name is not modality})
 
     @property
     def rate(self) -> int:
@@ -207,9 +206,7 @@ class MediaProcessor:
                 start, end = ("" if each is None else self.processor.tokenizer.decode([each]) for each in ids)
                 text = f"{start}{mark}{end}" * count + text
             elif text.count(mark) != count:
-                raise ValueError(
-                    f"the prompt has {count} {modality.value}, but {mark} stands in it {text.count(mark)} times."
-                )
+                raise ValueError(f"the prompt has {count} {modality}, but {mark} is there {text.count(mark)} times.")
         return self._read(text, media)
 
     def _read(self, text: str, media: Mapping[Modality, Sequence[Any]], **inputs: Any) -> TokensAndMedia:
