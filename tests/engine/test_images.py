@@ -135,10 +135,9 @@ def test_photos_are_turned_as_transformers_turns_them(tmp_path: Path) -> None:
 
 
 def test_only_texts_are_measured_and_checked(folder: Path) -> None:
-    engine, prompt = slipstream.load(folder, "int8"), {"text": ASKED, "images": [picture(1)]}
     for command in (measure, check):
         with pytest.raises(ValueError, match="has images or sounds, which only the other commands read"):
-            command(engine, [prompt])  # type: ignore[operator]
+            command(slipstream.load(folder, "int8"), [{"text": ASKED, "images": [picture(1)]}])  # type: ignore[operator]
 
 
 REFUSED = [
@@ -179,5 +178,7 @@ def test_prompts_that_say_nothing_are_refused(engine: Engine) -> None:
         read_prompts([{"role": "user", "content": [{"type": "image_url"}]}])
     with pytest.raises(ValueError, match="has images or sounds with None"):
         read_prompts({"text": None, "images": []})
+    with pytest.raises(ValueError, match=r"processor is not possible for .*: its processor reads no texts with"):
+        slipstream.load(engine.decoder.target.model, processor="x")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="reads text only, so it has no use for a processor"):
         slipstream.load(processor=engine.media)

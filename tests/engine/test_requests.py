@@ -102,6 +102,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "attention_mask of another shape"),
     ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "attention_mask with holes"),
     ("\ud800", "not valid Unicode"),
+    ({"text": "x", "images": "photo.jpg"}, "images of prompt 0 is 'photo.jpg' .*they are a list of images"),
     (str, r"prompts is <class 'str'> \(type\)"),
     (open, "prompts is <built-in function open>"),
 ]

@@ -272,6 +272,8 @@ def _media(scorer: Any, processor: Any) -> tuple[MediaProcessor | None, list[str
     try:
         media, faults = MediaProcessor.of(scorer.model, processor), list[str]()
     except ValueError as error:
+        if processor is not None:
+            raise ValueError(f"this processor is not possible for {scorer.name}: {error}") from error
         return None, [f"{scorer.name} reads {only(frozenset())} here: {error}"]
     for modality in sorted(media.modalities):
         try:

@@ -160,7 +160,7 @@ def _is_message(value: Any) -> bool:
 def listed(value: Any, where: str, allowed: str = ALLOWED) -> list[Any]:
     if isinstance(value, Set):
         raise ValueError(f"{where} is {shown(value)}, which has no order: pass a list.")
-    if isinstance(value, bytes | bytearray | memoryview) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
         raise ValueError(f"{where} is {shown(value)}: {allowed}.")
     return list(value)
 
@@ -308,12 +308,10 @@ class Encoder:
         variables = {"add_generation_prompt": True, **(chat.template_kwargs or {})}
         if processor is None:
             return tuple(template.write(messages, chat.tools, **variables)), None
-        messages = [in_parts(message, processor.rate) for message in messages]
-        media = contents(messages)
-        if not template.in_parts:
-            messages = [in_text(message, processor.mark) for message in messages]
+        parts = [in_parts(message, processor.rate) for message in messages]
+        messages = parts if template.in_parts else [in_text(message, processor.mark) for message in parts]
         # It only writes the text: what it has no variable for would go to the processor, which opens files.
-        return processor.chat(template.write(messages, chat.tools, **variables, tokenize=False), media)
+        return processor.chat(template.write(messages, chat.tools, **variables, tokenize=False), contents(parts))
 
     @property
     def template(self) -> ChatTemplate | None:

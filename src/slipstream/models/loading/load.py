@@ -183,7 +183,7 @@ def _kind(origin: Origin) -> Any:
     if not config.is_encoder_decoder and (causal or not reads_source):
         alone = kind in auto.MODEL_FOR_MULTIMODAL_LM_MAPPING and not causal
         return auto.AutoModelForMultimodalLM if alone else auto.AutoModelForCausalLM
-    return auto.AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else auto.AutoModelForSeq2SeqLM
+    return auto.AutoModelForSeq2SeqLM if reads_source else auto.AutoModelForSpeechSeq2Seq
 
 
 def cannot_load(origin: Origin, error: Exception) -> ValueError:

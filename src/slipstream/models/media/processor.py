@@ -163,14 +163,14 @@ class MediaProcessor:
         except Exception as error:  # of any type, depending on the files and on what is installed
             reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
             raise ValueError(f"its processor cannot be loaded: {reason}.") from error
-        if not hasattr(processor, "tokenizer"):
-            raise ValueError("no processor for both texts and media is stored with it.")
         parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _sound_part(processor)}
         placeholders = {
             each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
             for each in modalities_of(model)
             if parts[each] is not None
         }
+        if not placeholders or not hasattr(processor, "tokenizer"):
+            raise ValueError("its processor reads no texts with images or sounds.")
         return MediaProcessor(processor, model.config, placeholders)
 
     @property
