@@ -74,7 +74,7 @@ def opened(sound: Any, rate: int, longest: float | None = None) -> Iterator[Soun
     with open_file(sound, "the sound") as stream:
         try:
             found = _wav(stream, rate)
-        except (wave.Error, EOFError):
+        except (wave.Error, EOFError, RuntimeError):  # of any of these, if a part ends behind the file
             stream.seek(0)
             found = _other(stream, rate)
         if longest is not None and found.seconds > longest:
@@ -85,7 +85,7 @@ def opened(sound: Any, rate: int, longest: float | None = None) -> Iterator[Soun
 
 
 def _wav(stream: BinaryIO, rate: int) -> Sound:
-    """Open a WAV file, whose channels are averaged. Raises wave.Error or EOFError for others."""
+    """Open a WAV file, whose channels are averaged. Raises errors of `wave` for others."""
     file = wave.open(stream)  # noqa: SIM115 -- it is the stream that is closed
     width, channels, own = file.getsampwidth(), file.getnchannels(), file.getframerate()
     if width not in WIDTHS or not own:
