@@ -21,19 +21,26 @@ async def begun(scope: Scope, receive: Receive, send: Send) -> None:
     await asyncio.Event().wait()
 
 
-async def cancelled(app: ASGIApp) -> httpx.Response:
+def ask(app: ASGIApp) -> httpx.Response:
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/health")
+
+    return asyncio.run(answer())
+
+
+def cancelled(app: ASGIApp) -> httpx.Response:
     """Ask, and cancel the task that answers, as a server does that ends at once."""
     gate = Gate(app, ServeSettings(("model",)), AccessLog(None))
-    tasks = []
 
     async def answering(scope: Scope, receive: Receive, send: Send) -> None:
-        tasks.append(asyncio.create_task(gate(scope, receive, send)))
+        task = asyncio.create_task(gate(scope, receive, send))
         await asyncio.sleep(0.01)
-        tasks[0].cancel()
-        await tasks[0]
+        task.cancel()
+        await task
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(answering), base_url="http://server") as client:
-        return await client.get("/health")
+    return ask(answering)
 
 
 async def ignoring(scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,13 +51,7 @@ async def ignoring(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def test_names_of_clients_cannot_break_the_header_that_repeats_them() -> None:
-    transport = httpx.ASGITransport(Gate(ignoring, ServeSettings(("model",)), AccessLog(None)))
-
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.get("/health")
-
-    header = asyncio.run(ask()).headers["x-slipstream-ignored"]
+    header = ask(Gate(ignoring, ServeSettings(("model",)), AccessLog(None))).headers["x-slipstream-ignored"]
     assert header.startswith(r"user, \xe9\r\nSet-Cookie: a=b, \ud83d, 0, 1,") and len(header) == 4096
 
 
@@ -61,24 +62,18 @@ async def broken(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize(("app", "status", "error"), [(broken, 500, "KeyError"), (ignoring, 200, None)])
 def test_a_fault_of_ours_is_logged_as_what_it_is(app: ASGIApp, status: int, error: str | None) -> None:
     log = io.StringIO()
-    transport = httpx.ASGITransport(Gate(app, ServeSettings(("model",)), AccessLog(log)), raise_app_exceptions=False)
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            await client.get("/health")
-
-    asyncio.run(ask())
+    ask(Gate(app, ServeSettings(("model",)), AccessLog(log)))
     line = json.loads(log.getvalue())
     assert (line["status"], line.get("error")) == (status, error)
 
 
 def test_a_request_broken_off_before_its_answer_began_is_unavailable_and_one_after_is_cut() -> None:
-    answer = asyncio.run(cancelled(never))
+    answer = cancelled(never)
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["error"]["message"]
     assert answer.headers["x-request-id"]
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(cancelled(begun))
+        cancelled(begun)
 
 
 HERE = ("localhost", "localhost:8000", "LOCALHOST.", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "[::1]", "")
