@@ -61,7 +61,7 @@ def test_logprobs_come_with_every_token(client: openai.OpenAI) -> None:
 
 def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
     asked = {**ASKED, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}
-    asked["max_completion_tokens"] = 64
+    asked |= {"max_completion_tokens": 64, "response_format": {"type": "json_object"}}  # a format of texts
     choice = client.chat.completions.create(**asked).choices[0]
     [call] = choice.message.tool_calls
     assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
@@ -97,6 +97,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "response_format",
     ),
     "regex": ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    "form": ({"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
     "two forms": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
     "message that says nothing": ({"messages": [{"role": "user"}]}, "messages[0].content"),

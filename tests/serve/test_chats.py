@@ -53,10 +53,13 @@ def test_tools_that_the_template_ignores_are_refused(engine: slipstream.Engine, 
     template(WITH_TOOLS)
     assert len(ask(engine, **TOOLS).tickets) == 1
     template(WITHOUT_TOOLS)
-    assert len(ask(engine).tickets) == len(ask(engine, **TOOLS, tool_choice="none").tickets) == 1
-    for choice in ("auto", "required"):
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("none", "required", named):  # without a call, or with one that the grammar alone decides
+        [ticket] = ask(engine, **TOOLS, tool_choice=choice).tickets
+        assert engine.decode(ticket.generation.request.prompt) == "hi"
+    for choice, tools in (("auto", TOOLS["tools"]), ("required", TOOLS["tools"] * 2)):
         with pytest.raises(BadRequest, match=r"the chat template of .* does not write them") as caught:
-            ask(engine, **TOOLS, tool_choice=choice)
+            ask(engine, tools=tools, tool_choice=choice)
         assert caught.value.param == "tools"
 
 

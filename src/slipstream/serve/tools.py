@@ -106,25 +106,26 @@ class Tools:
         self.state, self.tools, self.parallel = state, tuple(body.tools or ()), body.parallel_tool_calls is not False
         self.choice: str | ToolChoice = body.tool_choice or ("auto" if self.tools else "none")
         self.formed = body.structured_outputs is not None or (body.response_format or FREE).type != FREE.type
+        self.named = self.choice.function.name if isinstance(self.choice, ToolChoice) else None
         if self.choice in ("none", "auto"):
             return
         if not self.tools:
             raise BadRequest("tool_choice needs tools.", "tool_choice")
-        named = self.choice.function.name if isinstance(self.choice, ToolChoice) else None
-        if named is not None and named not in {tool.function.name for tool in self.tools}:
-            raise BadRequest(f"tool_choice names {named!r}, which is none of the tools.", "tool_choice")
-        if self.formed:
-            raise BadRequest("tool_choice decides what the answer is: leave the other format out.", "tool_choice")
+        if self.named is not None and self.named not in {tool.function.name for tool in self.tools}:
+            raise BadRequest(f"tool_choice names {self.named!r}, which is none of the tools.", "tool_choice")
+        if body.structured_outputs is not None:
+            raise BadRequest("tool_choice decides what the answer is: leave structured_outputs out.", "tool_choice")
 
     def for_template(self) -> list[dict[str, Any]] | None:
-        if self.choice == "none":
+        """Return the tools to tell the model of: none if its template writes none, and the only call is demanded."""
+        template, only = self.state.engine.encoder.template, self.choice == "required" and len(self.tools) == 1
+        if self.choice == "none" or ((self.named or only) and template is not None and not template.takes_tools):
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools] or None
 
     def schema(self) -> dict[str, Any] | None:
-        if isinstance(self.choice, ToolChoice):
-            name = self.choice.function.name
-            return next(_parameters(tool) for tool in self.tools if tool.function.name == name)
+        if self.named is not None:
+            return next(_parameters(tool) for tool in self.tools if tool.function.name == self.named)
         if self.choice != "required":
             return None
         calls = [
@@ -134,8 +135,8 @@ class Tools:
         return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
     def reader(self, prompt: Sequence[int]) -> Reader:
-        if isinstance(self.choice, ToolChoice):
-            return one_call(self.choice.function.name)
+        if self.named is not None:
+            return one_call(self.named)
         if self.choice == "required":
             return many_calls()
         form = self._form()
