@@ -108,7 +108,7 @@ def served():
     return loaded(replace(recipe, models=models).state) == "x"
 
 def engine(body):
-    return options.engine_options(body, ServeSettings(("m",)), "t").get("extra_p") == 0.5
+    return options.engine_options(body, Recipe(None, ServeSettings(("m",)), Capacity(2)), "t").get("extra_p") == 0.5
 
 def found():
     commands = get_command(app).commands

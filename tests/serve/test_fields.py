@@ -1,6 +1,7 @@
 """The fields of requests: what is accepted, what is named as without effect, and what is said of a wrong one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,9 +14,10 @@ from slipstream.serve.body import Body, complaint, ignored
 from slipstream.serve.messages import MessagesRequest
 from slipstream.serve.options import engine_options
 from slipstream.serve.response_schema import ResponsesRequest
-from slipstream.serve.schema import ChatRequest, CompletionRequest, InfillRequest
+from slipstream.serve.schema import ChatRequest, CompletionRequest, InfillRequest, StructuredOutputs
 from slipstream.serve.settings import ServeSettings
 
+STATE: Any = SimpleNamespace(settings=ServeSettings(("m",)), longest=99)
 USER = {"role": "user", "content": "x"}
 CHAT: dict[str, Any] = {"messages": [USER]}
 SMALLEST: dict[type[Body], dict[str, Any]] = {
@@ -108,7 +110,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "give a text, or parts."),
     (content({"type": "text", "text": 5}), f"{PART}.text", "valid string."),
-    (content({"type": "text"}), f"{PART}.text", "Field required."),
     (content({"type": "text", "text": "x", "txt": 1}), f"{PART}.txt", "did you mean text?"),
     (content({"type": "image_url", "image_url": {"url": 5}}), f"{PART}.image_url.url", "valid string."),
     (content({"type": "image_url", "image_url": {}}), f"{PART}.image_url.url", "Field required."),
@@ -120,7 +121,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**CHAT, "structured_outputs": {"json": 5}}, "structured_outputs.json", "valid dictionary; or: "),
     ({**CHAT, "stop": ["a", 5]}, "stop[1]", "valid string."),
     ({**CHAT, "max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens", "one thing"),
-    ({**CHAT, "n_predict": 5, "max_tokens": 6}, "n_predict", "one thing"),
     ({**CHAT, "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "give one of them."),
 ]
 
@@ -139,8 +139,10 @@ def test_a_body_that_is_no_object_has_no_field(body: Any) -> None:
 
 
 def test_two_names_for_one_value_agree() -> None:
-    read = ChatRequest.model_validate({**CHAT, "max_completion_tokens": 6, "max_tokens": 6, "n_predict": -1})
-    assert read.max_tokens == 6
+    read = ChatRequest.model_validate({**CHAT, "max_completion_tokens": 6, "max_tokens": 6, "regex": "a"})
+    assert read.max_tokens == 6 and read.structured_outputs == StructuredOutputs(regex="a")
+    for name in ("max_tokens", "n_predict"):  # -1 is no limit
+        assert engine_options(CompletionRequest(prompt="x", **{name: -1}), STATE, "")["max_new_tokens"] == 99
 
 
 @pytest.mark.parametrize("model", SMALLEST)
@@ -178,7 +180,7 @@ def test_an_answer_names_what_had_no_effect(http: httpx.Client) -> None:
 
 
 def salt(tenant: str, text: str | None) -> str:
-    return engine_options(CompletionRequest(prompt="x", cache_salt=text), ServeSettings(("m",)), tenant)["cache_salt"]
+    return engine_options(CompletionRequest(prompt="x", cache_salt=text), STATE, tenant)["cache_salt"]
 
 
 def test_the_salt_of_the_cache_is_short_and_one_s_own() -> None:

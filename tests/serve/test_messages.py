@@ -9,6 +9,7 @@ import pytest
 
 from serve.conftest import ServerProcess
 from slipstream.serve.messages import MessagesRequest
+from slipstream.serve.routes.messages import block_end
 from toys import closed
 
 USER: dict[str, Any] = {"role": "user", "content": "add two numbers"}
@@ -104,7 +105,7 @@ def test_turns_become_the_messages_of_a_chat() -> None:
             {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
         ]},
     ]  # fmt: skip
-    body = {**ASKED, "messages": turns, "tools": [ADD], "thinking": {"type": "disabled"}}
+    body = {**ASKED, "messages": turns, "tools": [{**ADD, "name": "m" * 128}], "thinking": {"type": "disabled"}}
     chat = MessagesRequest.model_validate(body).as_chat()
     assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
         {"role": "system", "content": "You write Python."},
@@ -124,8 +125,11 @@ def test_turns_become_the_messages_of_a_chat() -> None:
         },
     ]
     assert chat.reasoning_effort == "none" and not chat.continue_final_message
+    assert "signature_delta" in block_end("reasoning", 1)  # without one, some clients do not send it back
     begun = {**ASKED, "messages": [USER, {"role": "assistant", "content": "def"}]}
-    assert MessagesRequest.model_validate(begun).as_chat().continue_final_message
+    begun["output_format"] = {"type": "json_schema", "schema": DIGIT}
+    chat = MessagesRequest.model_validate(begun).as_chat()
+    assert chat.continue_final_message and chat.response_format.json_schema.schema_ == DIGIT
 
 
 WRONG: list[tuple[dict[str, Any], int, str, str]] = [

@@ -154,7 +154,7 @@ class CallFields:
     """The options of a call that do not change the distribution, but what is made of it: ends, seeds, beams, output."""
 
     max_new_tokens: int = option(
-        *(128, "Most tokens of a completion.", "at least 1", "[1, inf)", "[1, 2147483647]"),
+        *(128, "Most tokens of a completion.", "at least 1", "[1, inf)", "[-1, 2147483647]"),
         request="max_tokens",
         also=("max_completion_tokens", "n_predict"),
     )

@@ -142,7 +142,7 @@ async def chat_of(body: ChatRequest, tools: Tools, request: Request, field: str 
 
 
 def _options(body: ChatRequest, tools: Tools, state: ServerState, tenant: str) -> dict[str, Any]:
-    options = engine_options(body, state.settings, tenant)
+    options = engine_options(body, state, tenant)
     options.setdefault("max_new_tokens", state.longest)
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs=true.", "top_logprobs")

@@ -127,6 +127,7 @@ class CountRequest(Addressed):
     tool_choice: AllowedTools | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="output_config.format, as it was called first.")
 
     def as_chat(self, **more: Any) -> ChatRequest:
         messages = [message for turn in self.messages for message in _messages(turn)]
@@ -134,8 +135,7 @@ class CountRequest(Addressed):
             messages.insert(0, {"role": "system", "content": _content(self.system)})
         tools = []
         for tool in self.tools or ():
-            about = {"description": tool.description} if tool.description else {}
-            function = {"name": tool.name, **about, "parameters": tool.input_schema}
+            function = {"name": tool.name, "description": tool.description or None, "parameters": tool.input_schema}
             tools.append({"type": "function", "function": function})
         chosen = self.tool_choice or AllowedTools(type="auto")
         forced = {"type": "function", "function": {"name": chosen.name or ""}}
@@ -145,13 +145,11 @@ class CountRequest(Addressed):
         output = self.output_config or OutputConfig()
         if self.thinking is not None:
             body["reasoning_effort"] = "none" if self.thinking.type == "disabled" else output.effort or "high"
-        if output.format is not None:
-            schema = {"name": "answer", "schema": output.format.schema_}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        if (form := output.format or self.output_format) is not None:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             body["continue_final_message"] = True
-        body |= more
-        return ChatRequest.of(body)
+        return ChatRequest.of(body | more)
 
 
 class MessagesRequest(CountRequest):
@@ -178,15 +176,13 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
         if isinstance(block, ToolResultBlock)
     ]
     said = [block for block in turn.content if isinstance(block, TextBlock | ImageBlock)]
-    thought = "".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock))
+    thought = "".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock)) or None
     calls = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json_text(block.input)}}
         for block in turn.content
         if isinstance(block, ToolUseBlock)
     ]
-    message: dict[str, Any] = {"role": turn.role, "content": _content(said)}
-    message |= {"tool_calls": calls} if calls else {}
-    message |= {"reasoning_content": thought} if thought else {}
+    message = {"role": turn.role, "content": _content(said), "tool_calls": calls or None, "reasoning_content": thought}
     return [*results, message] if said or calls or thought or not results else results
 
 

@@ -10,11 +10,10 @@ from slipstream.decoding.rules import COUPLED
 from slipstream.serve.faults import BadRequest
 from slipstream.serve.response_schema import ResponsesRequest
 from slipstream.serve.schema import Decoding, SpeculationOptions
-from slipstream.serve.settings import ServeSettings
 from slipstream.serve.state import ServerState
 
 
-def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict[str, Any]:
+def engine_options(body: Decoding, state: ServerState, tenant: str) -> dict[str, Any]:
     """Return the engine's options for the fields that all requests for text have; fields not sent are left out.
 
     Without a seed, one is drawn: two equal requests get different texts. With one, the rule is `coupled` unless the
@@ -23,7 +22,7 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     """
     sent = {name: getattr(body, field, None) for name, field in REQUEST_FIELDS.items()}
     options = {name: value for name, value in sent.items() if value is not None}
-    limits = settings.limits
+    settings, limits = state.settings, state.settings.limits
     for name, value in options.items():
         most = {"n": limits.samples, "stop": limits.stops}.get(name, limits.bias)
         count = len(value) if isinstance(value, list | dict) else value if name == "n" else 1
@@ -32,6 +31,8 @@ def engine_options(body: Decoding, settings: ServeSettings, tenant: str) -> dict
     options["seed"] = secrets.randbits(63) if body.seed is None else body.seed % (1 << 64)
     salt = secrets.token_hex() if body.cache_prompt is False else body.cache_salt or ""
     options["cache_salt"] = f"{tenant}/{sha256(salt.encode()).hexdigest()}"  # the cache keeps it: it may be long
+    if body.max_tokens == -1:  # no limit, as in llama.cpp
+        options["max_new_tokens"] = state.longest
     if body.top_k == -1:  # off, as in vLLM
         options["top_k"] = 0
     if body.logit_bias:

@@ -36,7 +36,7 @@ REQUEST: Others = {  # those of /v1/completions and /v1/chat/completions
     **_only((-1,), "adaptive_target reasoning_budget_tokens"),
     **_only(([], {}), "logits_processors lora documents allowed_token_ids vllm_xargs transforms plugins"),
     **_only((), "prompt_logprobs truncate_prompt_tokens logprob_token_ids guided_whitespace_pattern grammar"),
-    **_only((), "repeat_last_n samplers json_schema regex ebnf stop_regex lora_path t_max_predict_ms"),
+    **_only((), "repeat_last_n samplers ebnf stop_regex lora_path t_max_predict_ms"),
     **_only(
         (), "ec_transfer_params kv_transfer_params session_params custom_params repetition_detection multimodal_data"
     ),
@@ -69,7 +69,7 @@ MESSAGE: Others = {
     **_any("annotations id index status parsed thinking_blocks reasoning_details object created metadata"),
     **_only(([], {}), "images documents"),
     **_only((False,), "prefix partial"),
-    **_only(("message",), "type"),
+    **_only(("message", "text"), "type"),
     **_only((), "audio function_call"),
 }
 
@@ -97,7 +97,7 @@ MESSAGES: Others = {  # those of /v1/messages
     **_any("cache_control diagnostics user_profile_id workspace_id billing_policy fallbacks fallback_credit_token"),
     **_only(([],), "mcp_servers"),
     **_only(({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}), "context_management"),
-    **_only((), "container output_format compaction thread"),
+    **_only((), "container compaction thread"),
 }
 
 # in the input of /v1/responses

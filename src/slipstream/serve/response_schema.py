@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, Tag
 
 from slipstream.serve import published
 from slipstream.serve.body import Addressed, Body
-from slipstream.serve.schema import Count, Effort, Function, NamedFunction, Probability, RefusalPart, SpeculationOptions
+from slipstream.serve.schema import Count, Effort, Function, JsonSchema, Probability, RefusalPart, SpeculationOptions
 
 
 class InputText(Body):
@@ -88,24 +88,22 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
-class ResponseNamespace(NamedFunction):
+class ResponseNamespace(Body):
     """Functions under one name, as Codex sends those of an MCP server."""
 
     type: Literal["namespace"]
+    name: str
     description: str | None = None
     tools: list[ResponseTool]
 
 
-class ResponseToolChoice(NamedFunction):
+class ResponseToolChoice(Body):
     type: Literal["function"]
+    name: str
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextSettings(Body):

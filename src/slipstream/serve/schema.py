@@ -17,7 +17,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(min_length=1)]
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"  # names that tools may have
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # names that tools may have
 ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -51,7 +51,7 @@ class StructuredOutputs(Body):
 
 
 class JsonSchema(Body):
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -122,8 +122,6 @@ class PredictedOutput(Body):
 SAME_AS = {other: each.field for each in OPTIONS.values() for other in each.also if each.field}
 """Fields that other projects call differently -> our names for them."""
 
-UNLIMITED = -1
-
 KINDS = {list[str]: Text | list[Text], list[int]: list[TokenId], dict[int, float]: dict[str, Bias], str: Text}
 """The kinds of options that are not their own types in a body."""
 
@@ -145,11 +143,14 @@ Sampled: Any = create_model("Sampled", __base__=Addressed, **fields_of("sampling
 Searched: Any = create_model("Searched", __base__=Body, **fields_of("beams"))
 
 
+GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
+FORMS = GUIDED | {"json_schema": "json", "regex": "regex"}  # other names for the forms of `structured_outputs`
+
+
 class Decoding(Sampled):
     """The fields of every request for text."""
 
     others = published.REQUEST
-    n_predict: Literal[-1] | Count | None = Field(None, description="max_tokens, as llama.cpp calls it; -1: no limit.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -158,6 +159,8 @@ class Decoding(Sampled):
     guided_regex: str | None = Field(None, description="structured_outputs.regex.")
     guided_choice: list[Text] | None = Field(None, min_length=1, description="structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="structured_outputs.grammar.")
+    json_schema: dict[str, Any] | str | None = Field(None, description="structured_outputs.json, as SGLang calls it.")
+    regex: str | None = Field(None, description="structured_outputs.regex.")
     prediction: PredictedOutput | None = None
     cache_prompt: bool | None = Field(None, description="Whether a cached prefix may be used; true without it.")
     timings_per_token: bool | None = Field(None, description="Send `timings` with every chunk of a stream.")
@@ -167,18 +170,15 @@ class Decoding(Sampled):
     def _under_one_name(self) -> Self:
         """Move what came under another project's name to our own. Raises FieldError for two different values."""
         for other, own in SAME_AS.items():
-            value = getattr(self, other, None)
-            if value is None or value == UNLIMITED:
-                continue
-            if getattr(self, own) not in (None, value):
-                raise FieldError(other, f"{own} and {other} are one thing: give one of them.")
-            setattr(self, own, value)
-        guided = {form: getattr(self, f"guided_{form}") for form in ("json", "regex", "choice", "grammar")}
-        given = {form: value for form, value in guided.items() if value is not None}
-        if given:
-            if self.structured_outputs not in (None, asked := StructuredOutputs(**given)):
-                raise FieldError(f"guided_{min(given)}", "structured_outputs has it too: give one of them.")
-            self.structured_outputs = asked
+            if (value := getattr(self, other, None)) is not None:
+                if getattr(self, own) not in (None, value):
+                    raise FieldError(other, f"{own} and {other} are one thing: give one of them.")
+                setattr(self, own, value)
+        for name, form in FORMS.items():
+            if (value := getattr(self, name)) is not None:
+                if self.structured_outputs not in (None, asked := StructuredOutputs(**{form: value})):
+                    raise FieldError(name, "structured_outputs has it too: give one of them.")
+                self.structured_outputs = asked
         return self
 
     if TYPE_CHECKING:  # the fields of `Sampled`
@@ -194,7 +194,6 @@ class CompletionRequest(Decoding, Searched):
     suffix: str | None = Field(None, description="The text after the answer, for models that fill in.")
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, description="With echo, the prompt is scored too.")
-    max_tokens: int | None = Field(None, ge=0, lt=1 << 31, description="0, with echo, scores the prompt only.")
     best_of: int | None = Field(None, ge=1, description="Write so many, and answer with the n most probable ones.")
     use_beam_search: bool | None = Field(None, description="Search with best_of (or n) beams, and answer with n texts.")
 

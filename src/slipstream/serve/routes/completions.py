@@ -16,7 +16,7 @@ from slipstream.serve.logprobs import TextTokens
 from slipstream.serve.options import constraint, engine_options, speculation
 from slipstream.serve.output import ERRORS, ChunkAnswering, answered, completed, finish_reason, streams
 from slipstream.serve.routes.infill import infill_of
-from slipstream.serve.schema import UNLIMITED, CompletionRequest
+from slipstream.serve.schema import CompletionRequest
 from slipstream.serve.settings import ServeSettings
 from slipstream.serve.state import ServerState, state_of, tenant_of
 
@@ -61,8 +61,8 @@ def _between(
 
 
 def _options(body: CompletionRequest, state: ServerState, tenant: str) -> dict[str, Any]:
-    options = engine_options(body, state.settings, tenant)
-    options.setdefault("max_new_tokens", state.longest if body.n_predict == UNLIMITED else DEFAULT_TOKENS)
+    options = engine_options(body, state, tenant)
+    options.setdefault("max_new_tokens", DEFAULT_TOKENS)
     if (written := count_written(body, state.settings)) > (body.n or 1):
         options |= {"n": written, "logprobs": 0}  # log-probabilities decide which texts are in the answer
     options |= _of_output(body, state.settings.limits.logprobs)
@@ -135,7 +135,7 @@ async def _searched(state: ServerState, body: CompletionRequest, request: Reques
     beams = count_written(body, state.settings)
     if beams < 2:
         raise BadRequest("use_beam_search needs beams: give best_of, or n, of 2 or more.", "use_beam_search")
-    options = engine_options(body, state.settings, tenant_of(request))
+    options = engine_options(body, state, tenant_of(request))
     options.pop("n", None)
     if speculation(body).verify is None:
         options.pop("verify", None)  # the rule that a seed selects is for drafts that are drawn, which beams are not

@@ -102,7 +102,7 @@ async def infill(body: Once[InfillRequest], request: Request) -> Response:
     """Fill in the text between a prefix and a suffix."""
     state = state_of(request)
     fill = infill_of(state, "input_suffix")
-    options = engine_options(body, state.settings, tenant_of(request))
+    options = engine_options(body, state, tenant_of(request))
     options.setdefault("max_new_tokens", state.longest)
     options["stop_token_ids"] = [*(body.stop_token_ids or ()), *fill.ends]
     if body.t_max_predict_ms:

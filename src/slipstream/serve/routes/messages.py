@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -68,12 +69,11 @@ class _MessageAnswer(Answering):
         if message.content or not message.tool_calls:
             blocks.append(ContentBlock(type="text", text=message.content or ""))
         for call in message.tool_calls or ():
-            try:
+            arguments: Any = None
+            with suppress(json.JSONDecodeError):  # the call was cut
                 arguments = json.loads(call.function.arguments)
-            except json.JSONDecodeError:  # the call was cut
-                arguments = {}
-            arguments = arguments if isinstance(arguments, dict) else {}
-            blocks.append(ContentBlock(type="tool_use", id=call.id, name=call.function.name, input=arguments))
+            known = arguments if isinstance(arguments, dict) else {}
+            blocks.append(ContentBlock(type="tool_use", id=call.id, name=call.function.name, input=known))
         reason, stop = self._reason(completed(pieces), bool(message.tool_calls))
         times = {"metrics": self.call.metrics(), "timings": self.call.timings()}
         return answered(self._message(content=blocks, stop_reason=reason, stop_sequence=stop, **times))
@@ -110,13 +110,13 @@ class _MessageAnswer(Answering):
                     for kind, text, call in parts_of(delta):
                         if kind != open_kind or call:
                             if open_kind:
-                                yield _event("content_block_stop", index=index)
+                                yield block_end(open_kind, index)
                             index, open_kind, called = index + 1, kind, called or kind == "call"
                             yield _event("content_block_start", index=index, content_block=_opened(kind, call))
                         name, field = CHANGES[kind]
                         yield _event("content_block_delta", index=index, delta={"type": name, field: text})
             if open_kind:
-                yield _event("content_block_stop", index=index)
+                yield block_end(open_kind, index)
             assert completion is not None, "the last piece has the completion"
             reason, stop = self._reason(completion, called)
             yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=self._usage)
@@ -135,11 +135,16 @@ CHANGES = {  # by the kind of a part of a message: the event's delta, and its fi
 def _opened(kind: str, call: ToolCallAnswer | None) -> ContentBlock:
     if call is not None:
         return ContentBlock(type="tool_use", id=call.id, name=call.function.name, input={})
-    return (
-        ContentBlock(type="text", text="")
-        if kind == "content"
-        else ContentBlock(type="thinking", thinking="", signature="")
-    )
+    if kind == "content":
+        return ContentBlock(type="text", text="")
+    return ContentBlock(type="thinking", thinking="", signature="")
+
+
+def block_end(kind: str, index: int) -> str:
+    """Return the events that end a block. Some clients send a thought back only if it came with a signature."""
+    signature = {"type": "signature_delta", "signature": ""}
+    signed = _event("content_block_delta", index=index, delta=signature) if kind == "reasoning" else ""
+    return signed + _event("content_block_stop", index=index)
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -44,21 +44,20 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
     if choice is not None and not isinstance(choice, str):
         choice = {"type": "function", "function": {"name": choice.name}}
     form = body.text.format if body.text else None
-    schema = form and form.schema_ and {"name": form.name or "answer", "schema": form.schema_}
     functions = {name: tool.model_dump(exclude_none=True) for name, (tool, _) in body.functions().items()}
-    fields = {
+    fields = {  # null is no field
         "messages": [*system, *_messages(items)],
         "tools": [{"type": tool.pop("type"), "function": {**tool, "name": name}} for name, tool in functions.items()],
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
         "max_tokens": body.max_output_tokens,
-        "response_format": form and {"type": form.type, "json_schema": schema},
+        "response_format": form and {"type": form.type, "json_schema": {"schema": form.schema_}},
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": body.stream,
     }
-    chat = ChatRequest.of({name: value for name, value in fields.items() if value is not None})
+    chat = ChatRequest.of(fields)
     chat.speculative = body.speculative
     return chat
 
