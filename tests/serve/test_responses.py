@@ -178,9 +178,10 @@ def test_items_of_one_turn_are_one_message() -> None:
 
 def test_instructions_are_not_part_of_the_conversation_that_goes_on() -> None:
     kept = Conversations()
-    body = ResponsesRequest.model_validate({"input": "x", "instructions": "be kind"})
+    body = ResponsesRequest.model_validate({"input": "x", "instructions": "be kind", "ignore_eos": True})
     conversation = kept.resume(body, "", 10)
-    assert [each.role for each in as_chat(body, conversation.items).messages] == ["system", "user"]
+    chat = as_chat(body, conversation.items)
+    assert [each.role for each in chat.messages] == ["system", "user"] and chat.ignore_eos
     kept.keep(response("r"), conversation, {"msg_1": InputMessage(role="assistant", content="y")})
     body = ResponsesRequest.model_validate({"input": "z", "previous_response_id": "r"})
     said = as_chat(body, kept.resume(body, "", 10).items).messages

@@ -64,15 +64,15 @@ def slow() -> Iterator[ServerProcess]:
 
 
 def test_what_runs_is_told(http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/health").json() == http.get("/ping").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": slipstream.__version__}
+    assert http.get("/tokenizer_info").json()["chat_template"].startswith("{% for tool in tools")
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["embedded"]
     assert http.get("/v1/models/embedded").json()["id"] == "embedded"
     assert http.get("/v1/models/other").status_code == 404
     properties = http.get("/props").json()
     assert properties["draft"] == "embedded" and properties["rule"] == "block" and properties["lossless"]
     assert http.get("/models").json() == http.get("/v1/models").json()
-    assert http.get("/ping").json() == {"status": "ok"}
     for path in ("/health", "/ping"):
         assert (head := http.head(path)).status_code == 200 and head.content == b""
     for host, status in (("evil.example", 403), ("here:80", 200), ("localhost", 200)):

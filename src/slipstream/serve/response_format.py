@@ -101,9 +101,7 @@ def _typed(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(found: Any) -> list[Any]:
-    if not isinstance(found, list):
-        return [found]
-    return [call for each in found for call in _listed(each)]
+    return [call for each in found for call in _listed(each)] if isinstance(found, list) else [found]
 
 
 def _call(found: Any) -> tuple[str, str]:

@@ -130,6 +130,7 @@ class ResponsesRequest(Addressed):
     max_output_tokens: Count | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: Probability | None = None
+    ignore_eos: bool | None = Field(None, description="As in vLLM, for measurements.")
     stream: bool | None = None
     store: bool | None = None
     text: TextSettings | None = None

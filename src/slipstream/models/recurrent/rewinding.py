@@ -37,9 +37,7 @@ def row_of(state: Any, row: int) -> Any:
 
 def apart(state: Any, rows: int) -> list[Any]:
     """Split the state of a batch into one state per row, with tensors of their own if there are several rows."""
-    if rows == 1:
-        return [state]
-    return [copied(row_of(state, row)) for row in range(rows)]
+    return [state] if rows == 1 else [copied(row_of(state, row)) for row in range(rows)]
 
 
 def _rebuilt(same: Sequence[Any], tensors: Callable[[Sequence[Tensor]], Tensor]) -> Any:

@@ -138,5 +138,14 @@ async def detokenize(body: Once[DetokenizeRequest], request: Request) -> Respons
     return await off_loop(request, detokenized)
 
 
+@router.get("/tokenizer_info", responses={401: ERRORS[401]})
+async def tokenizer_info(request: Request) -> dict[str, str | None]:
+    """Return the special tokens and the chat template, for clients that let the server tokenize, as vLLM does."""
+    engine, names = state_of(request).engine, ("bos_token", "eos_token", "pad_token")
+    template = engine.encoder.template
+    special = {name: getattr(engine.tokenizer, name, None) for name in names}
+    return {**special, "chat_template": template.source if template else None}
+
+
 def _model(state: ServerState, name: str) -> answers.Model:
     return answers.Model(id=name, created=state.started, max_model_len=state.engine.decoder.target.context)

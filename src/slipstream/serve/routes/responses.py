@@ -45,17 +45,14 @@ def as_chat(body: ResponsesRequest, items: Sequence[Kept]) -> ChatRequest:
         choice = {"type": "function", "function": {"name": choice.name}}
     form = body.text.format if body.text else None
     functions = {name: tool.model_dump(exclude_none=True) for name, (tool, _) in body.functions().items()}
-    fields = {  # null is no field
+    same = ("parallel_tool_calls", "temperature", "top_p", "ignore_eos", "stream")
+    fields = {name: getattr(body, name) for name in same} | {  # null is no field
         "messages": [*system, *_messages(items)],
         "tools": [{"type": tool.pop("type"), "function": {**tool, "name": name}} for name, tool in functions.items()],
         "tool_choice": choice,
-        "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
         "max_tokens": body.max_output_tokens,
         "response_format": form and {"type": form.type, "json_schema": {"schema": form.schema_}},
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
     }
     chat = ChatRequest.of(fields)
     chat.speculative = body.speculative
