@@ -162,7 +162,7 @@ def test_masks_are_those_of_any_order_of_questions() -> None:
 # ---- with a real model ------------------------------------------------------------------------------------------
 
 
-TEXT = {"type": "string", "maxLength": 4}
+TEXT = {"type": "string", "maxLength": 4, "format": "password"}  # a format that JSON Schema does not define
 KINDS: dict[str, Any] = {
     "enum": {"enum": ["red", "green", 3, None]},
     "const": {"const": {"a": [1, True]}},
@@ -252,7 +252,7 @@ def test_speculative_text_is_plain_text(engine: slipstream.Engine) -> None:
 
 WRONG_ONES: dict[str, tuple[Callable[[Grammars], object], str]] = {
     "regex": (lambda make: make.regex("("), "regular expression"),
-    "schema": (lambda make: make.json_schema({"type": "thing"}), "JSON schema"),
+    "schema": (lambda make: make.json_schema({"type": "string", "format": "idn-email"}), "JSON schema"),
     "schema text": (lambda make: make.json_schema("{"), "no JSON"),
     "schema list": (lambda make: make.json_schema([]), "is an object"),  # type: ignore[arg-type]
     "lark": (lambda make: make.lark("start: unknown"), "unknown"),

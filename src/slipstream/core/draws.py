@@ -275,8 +275,7 @@ class RowByRow:
     @staticmethod
     def of(rows: Sequence[Rng]) -> Rng:
         """Return the `Rng` that all rows share, which costs nothing, or else one that draws row by row."""
-        shared = len({id(each) for each in rows}) == 1
-        return rows[0] if shared else RowByRow(tuple(rows))
+        return rows[0] if len(set(map(id, rows))) == 1 else RowByRow(tuple(rows))
 
     @property
     def coupled(self) -> bool:

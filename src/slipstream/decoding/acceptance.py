@@ -227,8 +227,7 @@ def next_law(p: Law, draft: Draft, accepted: Tensor, weight: Tensor | None = Non
 
 
 def nothing_drafted(p: Law) -> Verdict:
-    none = torch.zeros(p.rows, dtype=torch.long, device=p.device)
-    return Verdict(none, p.first(1), _no_beta(p))
+    return Verdict(torch.zeros(p.rows, dtype=torch.long, device=p.device), p.first(1), _no_beta(p))
 
 
 def _no_beta(p: Law) -> Tensor:

@@ -200,18 +200,14 @@ class Grammars:
             raise ValueError(f"a JSON schema is an object, but here is {type(schema).__name__}.")
         if _depth(schema, self.limits.depth) > self.limits.depth:
             raise ValueError(f"the JSON schema is nested deeper than the {self.limits.depth} levels that are taken.")
-        return self._made(
-            "JSON schema",
-            json_text(plain(schema)),
-            lambda matcher, text: matcher.grammar_from_json_schema(text, defaults=WHITE),
-        )
+        return self._made("JSON schema", json_text(plain(schema)), "json_schema", defaults=WHITE)
 
     def json_object(self) -> Grammar:
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Grammar:
         """Make the grammar of texts that a regular expression matches as a whole (Rust syntax, no look-around)."""
-        return self._made("regular expression", pattern, lambda matcher, text: matcher.grammar_from_regex(text))
+        return self._made("regular expression", pattern, "regex")
 
     def choice(self, texts: Sequence[str]) -> Grammar:
         texts = list(texts)
@@ -219,18 +215,18 @@ class Grammars:
             raise ValueError(f"a choice is a list of texts, none of them empty, but here is {texts!r}.")
         self._check_size("choice", sum(map(len, texts)))
         lark = "start: " + " | ".join(json_text(text) for text in texts)
-        return self._made("choice", lark, lambda matcher, text: matcher.grammar_from_lark(text))
+        return self._made("choice", lark, "lark")
 
     def lark(self, grammar: str) -> Grammar:
         """Make a context-free grammar from llguidance's dialect of Lark, whose start rule is `start`."""
-        return self._made("grammar", grammar, lambda matcher, text: matcher.grammar_from_lark(text))
+        return self._made("grammar", grammar, "lark")
 
     def within(self, lark: str, answer: Grammar) -> Grammar:
         """Make a grammar from Lark in which `ANSWER` is another one that was made here."""
         bare = [{"lark_grammar": answer.source}]  # grammars in Lark are no JSON
         first, *others = json.loads(answer.source)["grammars"] if answer.source.startswith("{") else bare
         parts = [{"lark_grammar": lark}, {**first, "name": ANSWER[1:]}, *others]
-        return self._made("grammar with calls", json_text({"grammars": parts}), lambda matcher, text: text)
+        return self._made("grammar with calls", json_text({"grammars": parts}), "grammars")
 
     def special(self, token: int) -> bool:
         """Return whether a token is one that no text matches, only its own id."""
@@ -240,12 +236,12 @@ class Grammars:
         if size > self.limits.size:
             raise ValueError(f"the {what} is longer than the {self.limits.size} bytes that are taken.")
 
-    def _made(self, what: str, text: str, make: Any) -> Grammar:
+    def _made(self, what: str, text: str, kind: str, **how: Any) -> Grammar:
         from llguidance import LLMatcher
 
         self._check_size(what, len(text.encode()))
         try:
-            source = make(LLMatcher, text)
+            source = text if kind == "grammars" else getattr(LLMatcher, f"grammar_from_{kind}")(text, **how)
             matcher = new_matcher(self._tokens, source)
             matcher.compute_bitmask()  # some grammars are found to be too complex no earlier
         except Exception as error:
@@ -273,12 +269,19 @@ WHITE = {"whitespace_pattern": " ?"}
 """At most one space: otherwise an uncertain model could write nothing but white space up to its limit."""
 
 
+FORMATS = ["date", "time", "date-time", "duration", "uuid", "regex", "ipv4", "ipv6", "uri-template", "json-pointer"]
+FORMATS += ["relative-json-pointer", "email", "idn-email", "hostname", "idn-hostname"]
+FORMATS += ["uri", "uri-reference", "iri", "iri-reference"]  # all that JSON Schema defines: others constrain nothing
+
+
 def plain(schema: Any) -> Any:
-    """Return a schema without `propertyNames` that allow every name, as zod writes and llguidance does not read."""
+    """Return a schema without `propertyNames` and `format` where they allow everything: llguidance reads no such."""
 
     def kept(part: dict[str, Any]) -> dict[str, Any]:
-        free = part.get("type") == "object" and part.get("propertyNames") in ({}, {"type": "string"})
-        return {name: value for name, value in part.items() if name != "propertyNames" or not free}
+        kind, names = part.get("type"), part.get("propertyNames")
+        free = ["propertyNames"] * (kind == "object" and names in ({}, {"type": "string"}))
+        free += ["format"] * (kind in ("string", ["string", "null"]) and part.get("format", "date") not in FORMATS)
+        return {name: value for name, value in part.items() if name not in free}
 
     return json.loads(json_text(schema), object_hook=kept)
 

@@ -67,8 +67,7 @@ def _gptq(settings: Mapping[str, Any]) -> StoredFormat:
     def read(tensors: Mapping[str, Tensor], bits: int) -> StoredLinear:
         codes = unpacked(tensors["qweight"].T, bits)
         zeros = (unpacked(tensors["qzeros"], bits) + less) & ((1 << bits) - 1)
-        groups = tensors.get("g_idx")
-        return _stored(codes, tensors["scales"].T, zeros.T, bits, groups, size)
+        return _stored(codes, tensors["scales"].T, zeros.T, bits, tensors.get("g_idx"), size)
 
     return StoredFormat(_bits(settings.get("bits")), "qweight", ("qzeros", "scales", "g_idx"), read)
 
