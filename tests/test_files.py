@@ -28,6 +28,7 @@ from slipstream.files import (
     TensorFileKind,
     TextFileKind,
     WriteError,
+    atomic_folder,
     atomic_write,
     check_folder,
     check_writable,
@@ -334,6 +335,8 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(WriteError) as error:
         save_tensors(path, KIND, TENSORS, {}) if kind == "tensors" else PLAN.save(path)
     assert str(error.value) == f"cannot write {path}: no space left on device." and error.value.errno == errno.ENOSPC
+    with pytest.raises(WriteError, match="folder: no space left on device"), atomic_folder(tmp_path / "folder"):
+        full()
     assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
 
 

@@ -39,6 +39,20 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
+def _refusals(path: Name) -> Iterator[None]:
+    """Raise WriteError for what the system refuses in the block, such as space on a full disk."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))  # safetensors has an error of its own, with that in its text
+        if not isinstance(error, OSError):
+            if type(error).__name__ != "SafetensorError" or number is None:
+                raise
+            error = OSError(int(number[1]), os.strerror(int(number[1])))
+        raise WriteError(error.errno, error.strerror or str(error), os.fspath(path)) from error
+
+
+@contextmanager
 def atomic_write(path: Name) -> Iterator[Path]:
     """Yield the path of a part file to write to, which replaces `path` if the block ends without an error.
 
@@ -47,20 +61,19 @@ def atomic_write(path: Name) -> Iterator[Path]:
     """
     file = Path(os.path.realpath(path))
     part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
-    try:
-        if file.exists() and not file.is_file():
-            raise OSError(errno.EINVAL, "it is no file that could be replaced")
-        with open(part, "xb") as made:
-            mode = os.fstat(made.fileno()).st_mode
-        yield part
-        part.chmod(mode)  # the umask's mode; safetensors replaces the part by a file that only its owner may read
-        with open(part, "rb") as written:
-            os.fsync(written.fileno())
-        part.replace(file)
-    except OSError as error:
-        raise WriteError(error.errno, error.strerror or str(error), os.fspath(path)) from error
-    finally:
-        part.unlink(missing_ok=True)
+    with _refusals(path):
+        try:
+            if file.exists() and not file.is_file():
+                raise OSError(errno.EINVAL, "it is no file that could be replaced")
+            with open(part, "xb") as made:
+                mode = os.fstat(made.fileno()).st_mode
+            yield part
+            part.chmod(mode)  # the umask's mode; safetensors replaces the part by a file that only its owner may read
+            with open(part, "rb") as written:
+                os.fsync(written.fileno())
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -72,19 +85,18 @@ def atomic_folder(path: Name) -> Iterator[Path]:
     """
     folder = Path(os.path.realpath(path))
     part, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("part", "old"))
-    try:
-        part.mkdir(parents=True)
-        yield part
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-    except OSError as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise WriteError(error.errno, error.strerror or str(error), os.fspath(path)) from error
-    finally:
-        for left in (part, old):
-            shutil.rmtree(left, ignore_errors=True)
+    with _refusals(path):
+        try:
+            part.mkdir(parents=True)
+            yield part
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
+        finally:
+            if old.exists() and not folder.exists():
+                old.rename(folder)
+            for left in (part, old):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 # ---- cache folders ----------------------------------------------------------------------------------------------
@@ -254,18 +266,11 @@ class TensorFileKind:
 
 
 def save_tensors(path: Name, kind: TensorFileKind, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     head = {"format": kind.format, "version": kind.version, **about}
     with atomic_write(path) as part:
-        try:
-            save_file(dict(tensors), part, {**head, CHECKSUM: _checksum(tensors, head)})
-        except SafetensorError as error:  # also raised for a full disk, with the system's number in its text
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        save_file(dict(tensors), part, {**head, CHECKSUM: _checksum(tensors, head)})
 
 
 def load_tensors(path: Name, kind: TensorFileKind) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -34,11 +34,11 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "picture").write_bytes(b"\x89\0\0")
     lines = [{"text": "t"}, {"tokens": [1, 2]}, {"messages": [{"role": "user", "content": "u"}, talk("a"), talk("b")]}]
     (tmp_path / "c.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"answer": "z"}'))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress('{"answer": "z\u2028"}'.encode()))
     np.save(tmp_path / "one.npy", np.array([5, 6]))
     np.save(tmp_path / "two.npy", np.array([[7, 8], [9, 0]]))
     assert documents(tmp_path / "b.txt", tmp_path / "a.py") == ["one\ntext", "x = 1"]
-    assert documents(tmp_path / "d.jsonl.gz", field="answer") == ["z"]
+    assert documents(tmp_path / "d.jsonl.gz", field="answer") == ["z\u2028"]
     (tmp_path / "d.jsonl.gz").unlink()
     assert documents(tmp_path) == ["x = 1", "one\ntext", "t", [1, 2], "a", "b", [5, 6], [7, 8], [9, 0]]
 

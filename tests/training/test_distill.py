@@ -2,19 +2,20 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from slipstream.decoding.decoder import Decoder
 from slipstream.engine.engine import Engine
 from slipstream.models.causal import CausalScorer
+from slipstream.models.loading.load import load_scorer
 from slipstream.theory import distance
 from slipstream.training.distill import (
     Distiller,
@@ -38,6 +39,7 @@ from slipstream.training.students import (
     student_config,
 )
 from slipstream.training.trainer import Progress, Steps
+from tongues import tongue
 from toys.families import FAMILIES, tiny
 
 COSTS = DraftCosts(0.1, (1.0, 1.1, 1.2))
@@ -98,34 +100,36 @@ def test_windows_do_not_overlap() -> None:
     assert len(found) == 4 and len({token for window in found for token in window}) == 32
 
 
-CONFIGS = {
-    "llama": LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4),
-    "gpt2": GPT2Config(n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
-    "opt": OPTConfig(hidden_size=64, word_embed_proj_dim=64, num_hidden_layers=6, num_attention_heads=8, ffn_dim=128),
-    "qwen3": Qwen3Config(
-        hidden_size=64, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=16
-    ),
+SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "GPT2": {"bos_token_id": 1, "eos_token_id": 2},
+    "OPT": {"word_embed_proj_dim": 64, "ffn_dim": 128},
+    "Qwen3": {"head_dim": 16},
+    "Mamba": {"num_attention_heads": None},
+    "Mamba2": {"num_attention_heads": None, "num_heads": 16, "head_dim": 8, "n_groups": 1},
+    "Lfm2": {"layer_types": [*["conv"] * 5, "full_attention"]},
+    "Gemma4Text": {"head_dim": 16, "vocab_size_per_layer_input": 100},
 }
-for config in CONFIGS.values():
-    config.vocab_size, config.intermediate_size = 100, 128
+CONFIGS = {kind: getattr(transformers, f"{kind}Config")(**{**SIZES, **own}) for kind, own in KINDS.items()}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_student_of_any_family_is_smaller_and_runs(family: str) -> None:
+def test_a_student_of_any_family_is_smaller_and_runs_as_saved(family: str, tmp_path: Path) -> None:
     size = size_for(CONFIGS[family], 0.2)
     smaller = student_config(CONFIGS[family], size)
     assert type(smaller) is type(CONFIGS[family]) and size.layers == 2
     assert 0.05 < parameters(smaller) / parameters(CONFIGS[family]) < 0.5
-    torch.manual_seed(0)
-    student = new_student(AutoModelForCausalLM.from_config(CONFIGS[family]), size)
-    assert student(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 100)
+    new_student(AutoModelForCausalLM.from_config(CONFIGS[family]), size).save_pretrained(tmp_path)
+    assert load_scorer(tmp_path).vocab == 100
 
 
 def test_sizes_that_fit_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
-        size_for(CONFIGS["llama"], 1.5)
-    with pytest.raises(ValueError, match="with 7 heads: take a multiple of 8"):
-        new_student(AutoModelForCausalLM.from_config(CONFIGS["gpt2"]), Size(1, 30, 7))
+        size_for(CONFIGS["Llama"], 1.5)
+    with pytest.raises(ValueError, match="with 4 heads: take a multiple of 8"):
+        new_student(AutoModelForCausalLM.from_config(CONFIGS["GPT2"]), Size(1, 30))
 
 
 def measured(*gains: float) -> list[Measurement]:
@@ -225,18 +229,11 @@ def test_what_the_target_wrote_is_kept_and_belongs_to_it(tmp_path: Path) -> None
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(ValueError, match="10 tokens of text are too few"):
         divide([range(10)])
-    empty: Sequence[Sequence[int]] = []
+    with pytest.raises(ValueError, match="length=129 is beyond the 128 tokens of"):
+        gather(engine(), divide([TEXT]), Amount(129, 320, 200), Path("nowhere"))
+    nothing = Lessons([], 8, 10, None)
     with pytest.raises(ValueError, match="no text to distil on"):
-        nothing = Material(Lessons(empty, 8, 10, None), Lessons(empty, 8, 10, None), ())
-        Distiller(engine(), tiny(FAMILIES["llama"]), nothing, COSTS, DistillSettings(), Path("nowhere"))
-
-
-class Words:
-    """A tokenizer that can only be saved."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        """A file."""
-        (Path(folder) / "tokenizer.json").write_text("{}")
+        Distiller(engine(), tiny(FAMILIES["llama"]), Material(nothing, nothing, ()), COSTS, DistillSettings(), Path())
 
 
 def about() -> Distilled:
@@ -248,7 +245,7 @@ def about() -> Distilled:
 def test_a_draft_is_a_folder_of_hugging_face_with_a_card(tmp_path: Path) -> None:
     model, out = tiny(FAMILIES["llama"]), tmp_path / "deep" / "draft"
     for _ in range(2):  # a draft of ours may be replaced
-        save_draft(model, Words(), about(), out)
+        save_draft(model, tongue("bytes"), about(), out)
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert "temperature | alpha" in (out / "README.md").read_text()
@@ -263,7 +260,7 @@ def test_folders_of_others_are_never_overwritten(tmp_path: Path) -> None:
     check_draft_folder(folder)  # empty: nothing is lost
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds files and no draft"):
-        save_draft(tiny(FAMILIES["llama"]), Words(), about(), folder)
+        save_draft(tiny(FAMILIES["llama"]), tongue("bytes"), about(), folder)
     with pytest.raises(ValueError, match="it is a file"):
         check_draft_folder(folder / "config.json")
     assert [path.name for path in folder.iterdir()] == ["config.json"]

@@ -76,9 +76,6 @@ class Drawn:
     chances: list[list[float]] | None = None
 
 
-# ---- recording a decoder ---------------------------------------------------------------------------------------------
-
-
 class _Recorder:
     """Wraps a decoder and records the scores and draws of the current round."""
 
@@ -154,9 +151,6 @@ def watch(decoder: Decoder, requests: Sequence[Request]) -> Observations:
     return observed
 
 
-# ---- one row of one round --------------------------------------------------------------------------------------------
-
-
 class _View:
     """One row of a round. Position 0 is after the text, position n + 1 after node n of the draft."""
 
@@ -208,9 +202,6 @@ class _View:
         else:
             drafted = torch.nn.functional.one_hot(torch.tensor(self.tokens[node]), p.shape[-1])
         observed.pairs.append(Pair(here, normed(drafted), after, q.point).pooled(WIDE))
-
-
-# ---- laws that are reported, and laws that are drawn from ------------------------------------------------------------
 
 
 def _compare_next(observed: Observations, verdict: Verdict, drawn: Sequence[Drawn]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -184,18 +184,15 @@ def _material(engine: Engine, divided: Divided, settings: DistillSettings, write
 def _about(distiller: Distiller, target: str, data: Sequence[str], origin: str, size: str) -> Distilled:
     from slipstream.training.students import Distilled
 
-    done, material = distiller.progress, distiller.material
     return Distilled(
         target=target,
         data=tuple(data),
         size=size,
         origin=origin,
         parameters=distiller.student.num_parameters(),
-        steps=done.steps,
-        tokens=done.tokens,
-        seconds=done.seconds,
-        written=material.written.tokens,
-        prompts=len(material.prompts),
+        **asdict(distiller.progress),
+        written=distiller.material.written.tokens,
+        prompts=len(distiller.material.prompts),
         costs=distiller.costs,
         settings=distiller.settings,
         measured=tuple(distiller.found),

@@ -78,6 +78,6 @@ def switch(text: str) -> bool:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first line of an error's message, or its type without one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """Return the first line of an error's message, and the next if it only introduces that; its type without one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])

@@ -40,11 +40,10 @@ def beam_drafts(drafter: Drafter, target: TrieCache) -> ModelBeams | TextBeams:
     )
 
 
-def refuse_states(scorer: Scorer) -> None:
+def refuse_states(scorer: Scorer, needing: str = "beam search needs") -> None:
     if isinstance(scorer, HasModel) and not scorer.shares_rows:
-        raise ValueError(
-            f"{scorer.name} keeps a state, which follows one line of tokens: beam search needs a model that attends."
-        )
+        follows = "keeps a state, which follows one line of tokens"
+        raise ValueError(f"{scorer.name} {follows}: {needing} a model that attends.")
 
 
 class ModelBeams:

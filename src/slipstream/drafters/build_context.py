@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.core.protocols import Drafter, Scorer
+from slipstream.decoding.beam import refuse_states
 from slipstream.drafters.frequent_tokens import FrequentTokens
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.tree import TreeDrafter, tree_shape
@@ -42,5 +43,7 @@ class BuildContext:
 
     def drafting(self, scorer: Scorer) -> Drafter:
         if self.tree:
+            for each in (self.target, scorer):
+                refuse_states(each, "a tree of candidates, as of gbv, needs")
             return TreeDrafter(scorer, self.tree, self.target.vocab, self.independent)
         return ModelDrafter(scorer, self.target.vocab)

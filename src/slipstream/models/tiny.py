@@ -62,21 +62,12 @@ SETTINGS: dict[str, Any] = {
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
 ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+POSITIONS_IN_SECTIONS = (
+    "qwen2_vl_text qwen2_5_vl_text glm4v_text glm_ocr_text paddleocr_vl_text cosmos3_edge_text hunyuan_vl_text "
+    "ernie4_5_vl_moe_text hy_v4_vl_text"
+)
 OWN: dict[str, dict[str, Any]] = {  # the values of a model type that have to fit each other
-    **dict.fromkeys(
-        (
-            *(
-                "qwen2_vl_text",
-                "qwen2_5_vl_text",
-                "glm4v_text",
-                "glm_ocr_text",
-                "paddleocr_vl_text",
-                "cosmos3_edge_text",
-            ),
-            *("hunyuan_vl_text", "ernie4_5_vl_moe_text", "hy_v4_vl_text"),
-        ),
-        MROPE,
-    ),
+    **dict.fromkeys(POSITIONS_IN_SECTIONS.split(), MROPE),
     "glm4v_moe_text": {
         "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
     },

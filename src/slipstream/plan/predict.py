@@ -22,9 +22,6 @@ from slipstream.theory import expected_tokens, longest_delay, remote_round_cost,
 LEVEL, REPLICATES = 0.95, 1000
 
 
-# ---- acceptance ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class AcceptanceCounts:
     """Counts of accepted tokens over the rounds of one prompt.
@@ -135,9 +132,6 @@ def emitting(survives: Survival, gamma: int, length: int, cost: Callable[[int], 
     return expected[0][length]
 
 
-# ---- costs -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PlanCosts:
     """The measured rounds of one drafter at one number of rows, and those of plain decoding.
@@ -237,9 +231,6 @@ def between(measured: Mapping[int, float], width: int) -> float:
         return measured[above if below is None else below]  # type: ignore[index]
     share = (width - below) / (above - below)
     return measured[below] + share * (measured[above] - measured[below])
-
-
-# ---- predictions -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,12 @@ def _file(path: Path, field: str | None) -> Iterator[tuple[str, Document]]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}.") from error
     if name.endswith(".jsonl"):
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(data.splitlines(), 1):
             where = f"{path}:{number}"
             if not line.strip():
                 continue
             try:
-                record = read_json(line.encode())
+                record = read_json(line)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             yield from ((where, document) for document in _documents(record, field, where))

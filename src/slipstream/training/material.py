@@ -165,6 +165,8 @@ def gather(
     """Let the target write its texts, resuming where it was stopped, and make lessons of these and of the documents.
     `watch` is called with the number of tokens written so far. The texts are stored in `folder`."""
     target = target_of(engine)
+    if target.context and amount.length > target.context:
+        raise ValueError(f"length={amount.length} is beyond the {target.context} tokens of {target.name}: take fewer.")
     settings = {"target": target.name, "length": str(amount.length), "text_tokens": str(divided.tokens)}
     written = WrittenTexts(folder / WRITTEN, settings)
 

@@ -22,8 +22,8 @@ from slipstream.core.protocols import Shape
 from slipstream.decoding.controllers import Fixed
 from slipstream.decoding.decoder import Decoder
 from slipstream.decoding.generate import generate
+from slipstream.drafters.build_context import BuildContext
 from slipstream.drafters.model import ModelDrafter
-from slipstream.drafters.tree import TreeDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.load import load
 from slipstream.execution.passes import Mode
@@ -329,12 +329,12 @@ def test_loops_that_see_other_keys_within_a_pass_are_refused(mode: str, refused:
 
 
 def test_trees_and_what_needs_keys_and_values_are_refused_in_one_sentence() -> None:
-    target = fresh(scorer("qwen3_5"))
-    drafter = TreeDrafter(CausalScorer(tiny(FAMILIES["llama"])), (2, 1))
+    target, other = fresh(scorer("qwen3_5")), CausalScorer(tiny(FAMILIES["llama"]))
     with pytest.raises(ValueError, match=r"^qwen3_5 keeps a state, .* draft chains, not trees\.$"):
-        generate(Decoder(target, drafter, controller=Fixed(2)), [request(text(1, 5), 6, GREEDY)])
-    with pytest.raises(ValueError, match="chains"):
         fresh(target).extend(torch.tensor([[3, 4]]), [2], tree=Tree.of((-1, -1), 2))
+    for one, another in ((target, other), (other, target)):
+        with pytest.raises(ValueError, match="line of tokens: a tree of candidates, as of gbv, needs"):
+            BuildContext(one, tree=(2, 1)).drafting(another)
     with pytest.raises(ValueError, match="keeps a state, which its own layers cannot draft on"):
         part_of(scorer("mamba2"), 1)
     with pytest.raises(ValueError, match="keeps a state per row, which has no form in int8: leave kv_dtype out"):

@@ -196,9 +196,7 @@ def _sentence(error: Exception) -> str:
     """Return the first line of an error's message, without error names; of a validation error the first two lines."""
     if isinstance(error, KeyError):
         return f"{error} is missing or unknown"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_sentence(error)
-    return re.sub(r"\b[A-Z]\w+Error: ", "", first).removesuffix(".")
+    return re.sub(r"\b[A-Z]\w+Error: ", "", first_sentence(error)).removesuffix(".")
 
 
 def usable_device(name: str | None) -> torch.device:
