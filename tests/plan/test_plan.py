@@ -473,8 +473,7 @@ def test_load_takes_models_from_the_plan(tmp_path: Path) -> None:
         tiny(FAMILIES["llama"], seed=seed).save_pretrained(tmp_path / name)
     plan = Plan(ModelOptions(str(tmp_path / "big"), str(tmp_path / "small"), verify="block"), {1: 2}, HF_VOCAB)
     engine = load(plan=plan)
-    assert engine.decoder.target.name.endswith("big")
-    assert isinstance(engine.decoder.drafter, ModelDrafter)
+    assert engine.decoder.target.name.endswith("big") and isinstance(engine.decoder.drafter, ModelDrafter)
     alone = load(tmp_path / "big", plan=replace(with_models(plan, draft=None), gammas={1: 0}))
     assert alone.decoder.controller == Fixed(0)
 
@@ -487,6 +486,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`slipstream plan` and others with a tiny pair, in 80 columns, with nobody watching."""
 
     def draft(name: str, context: BuildContext) -> Drafter:
+        context.notes.extend(["small draft"] * (name == "org/small"))
         return ModelDrafter(CausalScorer(tiny(FAMILIES["llama"], seed=1)), context.target.vocab)
 
     monkeypatch.setattr(engine_room, "load", lambda *_, **__: load(tiny(FAMILIES["llama"])))
@@ -519,9 +519,9 @@ def test_command_prints_in_80_columns(command: Callable[..., Result], small: lis
 
 
 def test_command_prints_json_and_nothing_else(command: Callable[..., Result], small: list[str]) -> None:
-    made = json.loads(command(*small, "--json").stdout)
-    assert made["format"] == "slipstream plan" and made["figures"]["settings"]["gammas"] == [2]
-    assert made["machine"]["rule"] == "block" and len(made["figures"]["verifications"]) == 1
+    made = json.loads((result := command(*small, "--json")).stdout)
+    assert (made["format"], made["figures"]["settings"]["gammas"]) == ("slipstream plan", [2])
+    assert (made["machine"]["rule"], len(made["figures"]["verifications"])) == ("block", 1) and "note:" in result.stderr
 
 
 def test_ctrl_c_leaves_no_traceback(

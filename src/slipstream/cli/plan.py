@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from slipstream.cli import options as opt
-from slipstream.cli.app import INTERRUPTED, app, say
+from slipstream.cli.app import INTERRUPTED, app, say, tell
 from slipstream.cli.console import busy, console, figures_table, steps
 from slipstream.core.model_options import ModelOptions
 from slipstream.core.options import SHAPES
@@ -193,7 +193,9 @@ def _load(models: ModelOptions, drafts: Sequence[str], sizes: tuple[int, ...]) -
     context = BuildContext(
         *(engine.decoder.target, engine.tokenizer, dtype, models.device, shape), mode=mode, independent=bool(paths)
     )
-    return engine, {name: drafter(name, context) for name in drafts}
+    drafters = {name: drafter(name, context) for name in drafts}
+    tell(context.notes)
+    return engine, drafters
 
 
 def _show_plan(made: Plan, as_json: bool) -> None:
