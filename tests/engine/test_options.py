@@ -223,7 +223,7 @@ def test_a_chat_brings_tools_and_variables(chatty: slipstream.Engine) -> None:
 @pytest.mark.parametrize(
     ("chat", "says"),
     [
-        (Chat("hi"), "messages of prompt 0 holds 'h'"),
+        (Chat("hi"), "messages of prompt 0 is 'hi'"),
         (Chat(["hi"]), "messages of prompt 0 holds 'hi'"),  # type: ignore[list-item]
         (Chat([{"role": "user"}]), "a message of a chat has a"),
         (Chat(MESSAGES, 5), r"tools of prompt 0 is 5 \(int\)"),  # type: ignore[arg-type]
