@@ -283,18 +283,20 @@ def section(name: str, found: Mapping[str, Record]) -> str:
         alone = {"race": "python benchmarks/race.py", "chat": "python benchmarks/chat_file.py"}
         how = alone.get(source.partition("-")[0], "make figures")
         return f"*Not measured with this build yet: `{how}` does it. Earlier ones: see its history.*\n"
-    return f"{write(found[source])}\n\n{place(found[source])}\n"
+    record = found[source]
+    about = race_table.models(record["figures"][0])[0] if name == "speed" else ""
+    return f"{write(record)}\n\n{place(record, about)}\n"
 
 
-def place(record: Record) -> str:
-    """Return the line below a table: machine, build, date and commands."""
+def place(record: Record, about: str = "") -> str:
+    """Return the line below a table: machine, build, date and commands: those that name what it is `about`, or all."""
     facts = record["machine"]
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "python"))
     bfloat16 = f", bfloat16 {facts['bfloat16']}" if facts.get("bfloat16") else ""
     machine = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads{bfloat16}"
     build = f"slipstream {facts['slipstream']}, source {facts['build']}"
-    commands = "; ".join(f"`{command}`" for command in record["commands"])
-    return f"*{machine}; {versions}; {build}; {record['date']}.* {commands}"
+    chosen = [command for command in record["commands"] if about in command] or record["commands"]
+    return f"*{machine}; {versions}; {build}; {record['date']}.* {'; '.join(f'`{command}`' for command in chosen)}"
 
 
 def filled(text: str, found: Mapping[str, Record]) -> str:

@@ -11,12 +11,12 @@ SOURCE = ROOT / "src" / "slipstream"
 
 # What `make size` may print at most. A change that lowers a figure lowers its ceiling in the same commit.
 CEILINGS = {
-    "lines in src/slipstream": 45_232,
+    "lines in src/slipstream": 45_230,
     "lines of tests": 39_259,
     "files that name a sampling option (min_p)": 5,
     "files that name a loading option (encoder_dtype)": 7,
     "words in README": 900,
-    "words in docs/": 24_668,
+    "words in docs/": 24_666,
     "class names that mean several things": 0,
     "private helpers called once, in percent of functions": 10,
     "rooms": 22,
