@@ -69,7 +69,7 @@ def test_what_cannot_be_heard_is_refused(engine: Engine) -> None:
         ({"text": TEXT, "audio": [silent[:16] + b"\xff" * 4 + silent[20:]]}, "that can be read: Error in WAV"),
         ({"text": TEXT, "audio": [silent]}, "the file has 0 samples per second of 16 bits"),
         ({"text": TEXT, "audio": [np.full(9, np.nan)]}, "pass numbers in -1 .. 1, none of them NaN"),
-        ({"text": TEXT, "audio": [sound(1, 3.0)]}, "has 3 s of sound, but the model hears 1 s: cut it"),
+        ({"text": TEXT, "audio": [sound(1, 3.0)]}, "has 3 s of sound, and the model reads 1: shorten it"),
         ({"text": TEXT, "audio": [flac(sound(1, 5.0))[:-9000]]}, "the file is damaged after 0 s: "),
         ({"text": TEXT, "audio": [5]}, "the sound is of type int"),
         ({"text": TEXT, "audio": [np.zeros((2, 2))]}, "the sound is an array of shape"),

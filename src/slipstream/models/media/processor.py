@@ -163,7 +163,7 @@ class MediaProcessor:
         except Exception as error:  # of any type, depending on the files and on what is installed
             reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
             raise ValueError(f"its processor cannot be loaded: {reason}.") from error
-        parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _sound_part(processor)}
+        parts = {Modality.IMAGE: getattr(processor, "image_processor", None), Modality.AUDIO: _extractor(processor)}
         placeholders = {
             each: -1 if (token := _placeholder(each, model.config, processor)) is None else token
             for each in modalities_of(model)
@@ -183,7 +183,7 @@ class MediaProcessor:
     @property
     def rate(self) -> int:
         """The sampling rate, in Hz, of the sound that the model reads; 0 for a model that reads no sound."""
-        return _sound_part(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
+        return _extractor(self.processor).sampling_rate if Modality.AUDIO in self.placeholders else 0
 
     def mark(self, modality: Modality) -> str:
         """Return what stands in texts for an image or a sound; "" if the processor has nothing for it."""
@@ -218,10 +218,10 @@ class MediaProcessor:
             made = self.processor(text=[text], return_tensors="pt", **inputs)
         except Exception as error:  # of any type, from the processor's own code
             raise ValueError(f"its processor cannot read the prompt: {first_sentence(error)}") from error
-        for name in {"feature_attention_mask", "input_features_mask"} & made.keys():  # 1 for the frames of a sound
-            heard = int(made[name].sum()) * _sound_part(self.processor).hop_length / self.rate
-            if heard < 0.99 * (given := sum(map(len, sounds or ())) / self.rate):
-                raise ValueError(f"the prompt has {given:.0f} s of sound, but the model hears {heard:.0f} s: cut it.")
+        for name in {"feature_attention_mask", "input_features_mask"} & made.keys():  # 1 for what is not cut off
+            read = int(made[name].sum()) * _extractor(self.processor).hop_length / self.rate
+            if read < 0.99 * (given := sum(map(len, sounds or ())) / self.rate):
+                raise ValueError(f"the prompt has {given:.0f} s of sound, and the model reads {read:.0f}: shorten it.")
         ids = tuple(made["input_ids"][0].tolist())
         rest = made.keys() - {"input_ids", "attention_mask"}
         tensors = {name: made[name] for name in rest if isinstance(made[name], Tensor)}
@@ -233,7 +233,7 @@ class MediaProcessor:
         return ids, Media.of(inputs, along, named or self.placeholders)
 
 
-def _sound_part(processor: Any) -> Any:
+def _extractor(processor: Any) -> Any:
     return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
 
 
